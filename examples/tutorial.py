@@ -5,9 +5,8 @@ Every step prints what it shows. No launcher and no GPU are needed: ranks are si
 
 from __future__ import annotations
 
-import torch
-
 import meshfuse as mf
+import torch
 
 
 def step(title: str) -> None:

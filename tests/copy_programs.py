@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 import meshfuse as mf
-from meshfuse.host_ir.instructions import Deal, Flatten, Fold, Instruction, Join, Own, Pack, Put
-from meshfuse.host_ir.program import HostProgram
+import torch
+from meshfuse.host_ir import HostProgram
+from meshfuse.lowering.instructions import Deal, Flatten, Instruction, Join, Own, Pack, Put, Reduce
 
 LINE = mf.DeviceMesh((2,), ("tp",))
 Dims = Sequence[Any]
@@ -75,7 +74,7 @@ def copies(program: HostProgram) -> list[Instruction]:
 
 
 def _copies(ins: Instruction) -> bool:
-    if isinstance(ins, (Fold, Put, Deal, Flatten)):
+    if isinstance(ins, (Reduce, Put, Deal, Flatten)):
         return True
     if isinstance(ins, Pack):
         return "[:, " in ins.source() or "M.cat" in ins.source()

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 import meshfuse as mf
-from meshfuse.host_ir.instructions import CommunicationCall, Launch
+import torch
+from meshfuse.lowering.instructions import CommunicationCall, Launch
 from meshfuse.testing import assert_same_as_unsharded
 
 DOUBLE, X = mf.DataType.Double, mf.ParallelType.mesh_x

@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
 import meshfuse as mf
 import meshfuse.nvfuser_direct as nvfuser
+import torch
 from meshfuse.compiler import CompiledProgram, _graph, compile_sharded
 from meshfuse.executor.arguments import Inputs
-from meshfuse.graph import Graph, concretize
-from meshfuse.host_ir.instructions import Collective
-from meshfuse.plan_store.nearby import Plans
+from meshfuse.graph import Graph, specialize
+from meshfuse.lowering.instructions import Collective
+from meshfuse.planner.shape_reuse import Plans
 
 
 def graph_of(fd: mf.FusionDefinition) -> Graph:
     """Its graph at the sizes that it was defined with."""
-    return concretize(fd, {i: fd.tensors[i].type.shape for i in fd.input_tensors()}, {})
+    return specialize(fd, {i: fd.tensors[i].type.shape for i in fd.input_tensors()}, {})
 
 
 def taken_over(fd: mf.FusionDefinition, other: mf.FusionDefinition) -> CompiledProgram | None:

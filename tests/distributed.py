@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 import meshfuse as mf
+import torch
 
 Build = Callable[[mf.FusionDefinition, Any], Any]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 import meshfuse as mf
+import torch
 from meshfuse.dtypes import Category, DataType
 
 

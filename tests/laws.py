@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 import meshfuse as mf
 from meshfuse.errors import SourceLine
 from meshfuse.graph import Graph, reordered
-from meshfuse.planning.search import searched, searched_far
-from meshfuse.propagation.propagate import propagate as propagate_once
-from meshfuse.propagation.sharded import ShardedDefinition
+from meshfuse.planner.search import searched, searched_far
+from meshfuse.propagation import ShardedDefinition
+from meshfuse.propagation import propagate as propagate_once
 from meshfuse.sharding import Layout, Sharding, Split
 from meshfuse.sharding.value import canonical_partial
 

@@ -8,9 +8,8 @@ import json
 import os
 import warnings
 
-import pytest
-
 import meshfuse as mf
+import pytest
 from meshfuse.report import plan_warning
 
 HERE = os.path.basename(__file__)

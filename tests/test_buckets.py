@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import meshfuse as mf
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from meshfuse.reshard.bucketing import LARGEST, bucket_collectives
 
-import meshfuse as mf
 from defining import collectives
-from meshfuse.resharding.postpone import LARGEST, postponed
 
 MESH = mf.DeviceMesh((2, 2), ("dp", "tp"))
 
@@ -88,7 +88,7 @@ def test_steps_are_put_in_another_order_and_no_more(layers):
         fd.add_output(y)
         fd.add_output(fd.ops.sum(y))
     resharded = fd.compile().resharded
-    order = postponed(resharded)
+    order = bucket_collectives(resharded)
     assert sorted(map(str, order.steps)) == sorted(map(str, resharded.steps))
     order.verify()
 

@@ -6,8 +6,7 @@ import itertools
 import random
 
 import pytest
-
-from meshfuse.runtime.calls import Calls, first_difference
+from meshfuse.runtime.call_order import Calls, first_difference
 
 SIZE = 5
 Call = tuple[tuple[int, ...], str]

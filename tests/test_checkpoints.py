@@ -18,24 +18,24 @@ import threading
 import warnings
 from pathlib import Path
 
+import meshfuse as mf
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-import meshfuse as mf
-from interrupts import interrupted, refused
 from meshfuse.checkpoint import api, folder
 from meshfuse.checkpoint.hyperslabs import boxes
 from meshfuse.errors import CheckpointError
 from meshfuse.runtime.environment import Environment
-from meshfuse.runtime.meetings import Meetings
+from meshfuse.runtime.rendezvous import Rendezvous
 from meshfuse.runtime.world import World
 from meshfuse.sharding.data import shard
 from meshfuse.testing import meshes, shardings
 
-SOURCE = Path(__file__).resolve().parents[1] / "src"
+from interrupts import interrupted, refused
+
+SOURCE = Path(__file__).resolve().parents[1]
 
 
 class Team:
@@ -73,7 +73,7 @@ class Member(World):
         self.meetings = MeetingsOfThreads(self, team)
 
 
-class MeetingsOfThreads(Meetings):
+class MeetingsOfThreads(Rendezvous):
     def __init__(self, world: World, team: Team):
         super().__init__(world)
         self.team = team

@@ -12,12 +12,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import meshfuse
-from interrupts import interrupted, places, refused, requests
+import pytest
 from meshfuse.cli import main
 from meshfuse.executor.record import recorder
+
+from interrupts import interrupted, places, refused, requests
 
 SCRIPT = """
 import argparse

@@ -9,20 +9,18 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import meshfuse as mf
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.utils._pytree import tree_leaves
-
-import meshfuse as mf
-from copy_programs import COLUMNS, LINE, MOVED, ROWS, WHOLE, copies
+from meshfuse import host_ir as lower
 from meshfuse.compiler import CompiledProgram
 from meshfuse.executor.buffers import Plain
 from meshfuse.executor.simulate import Simulation
-from meshfuse.host_ir import lower
-from meshfuse.host_ir.absorb import absorbed
-from meshfuse.host_ir.fusing import Fusible
-from meshfuse.host_ir.instructions import (
+from meshfuse.host_ir import HostProgram, lower_to_host_ir, verify, verify_together
+from meshfuse.lowering.fusable_copies import Fusible
+from meshfuse.lowering.fuse_copies import fuse_copies
+from meshfuse.lowering.instructions import (
     Allocate,
     Collective,
     CommunicationCall,
@@ -34,13 +32,13 @@ from meshfuse.host_ir.instructions import (
     Put,
     Wait,
 )  # fmt: skip
-from meshfuse.host_ir.lower import lower_to_host_ir
-from meshfuse.host_ir.program import HostProgram
-from meshfuse.host_ir.schedule import IN_FLIGHT
-from meshfuse.host_ir.verify import verify, verify_together
+from meshfuse.lowering.schedule import IN_FLIGHT
 from meshfuse.ops.base import ScalarRef, TensorRef
 from meshfuse.sharding.data import shard
 from meshfuse.testing import annotations, definitions, inputs_for
+from torch.utils._pytree import tree_leaves
+
+from copy_programs import COLUMNS, LINE, MOVED, ROWS, WHOLE, copies
 
 
 def outside() -> Any:
@@ -172,7 +170,7 @@ def test_the_first_of_several_readers_gives_the_others_what_it_put_together() ->
     (first,) = (i for i in body if isinstance(i, Launch) and i.kernel.name == "segment_1")
     again = replace(first, kernel=replace(first.kernel, name="segment_2"), outputs=("v99",))
     facts = Fusible(frozenset({4}), frozenset(), frozenset())
-    *_, made, other = absorbed([*body, again], {"segment_1": facts, "segment_2": facts}, {"v6", "v99"}, IN_FLIGHT)
+    *_, made, other = fuse_copies([*body, again], {"segment_1": facts, "segment_2": facts}, {"v6", "v99"}, IN_FLIGHT)
     assert isinstance(made, Launch) and other == again
     assert made.outputs == ("v6", "v4") == made.kernel.results and made.inputs == ("v4_flat",)
     assert made.kernel.source()[:-1] == launched(gathered)[1].kernel.source()[:-1]

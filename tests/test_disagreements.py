@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from meshfuse.runtime.diagnosis import disagreement
 
 

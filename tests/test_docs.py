@@ -12,9 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "ranks"))
 
 import forked
-from rank_pool import base_environment
-
 import meshfuse as mf
+from rank_pool import base_environment
 
 ROOT = Path(__file__).parent.parent
 GPT = ROOT / "examples/gpt/run.py"
@@ -65,7 +64,7 @@ def test_what_pages_and_docstrings_name_is_there_after_a_plain_import_of_meshfus
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     found = {name[1:] for page in pages for name in NAMED.findall(page.read_text())}
     quoted = re.compile(r"`(?:meshfuse|mf)((?:\.[A-Za-z_]\w*)+)")
-    found |= {name[1:] for path in (ROOT / "src").rglob("*.py") for name in quoted.findall(path.read_text())}
+    found |= {name[1:] for path in (ROOT / "meshfuse").rglob("*.py") for name in quoted.findall(path.read_text())}
     assert {"FusionDefinition", "nvfuser_direct", "testing.check_op", "costs.MACHINES"} <= found
     run("-c", NAMES, *sorted(found, key=str.swapcase))
 
@@ -81,7 +80,7 @@ def test_files_and_folders_that_pages_name_are_there() -> None:
 def test_public_names_and_variables_are_on_a_page() -> None:
     pages = "\n".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
     assert not [name for name in mf.__all__ if not re.search(rf"\b{name}\b", pages)]
-    source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    source = "\n".join(path.read_text() for path in (ROOT / "meshfuse").rglob("*.py"))
     # The launcher gives these to the ranks that it starts.
     passed_on = {f"MESHFUSE_{name}" for name in ("FOLLOWER_CODE", "NEWS_FD", "STORE_FD", "STORE_PORT")}
     table = re.findall(r"^\| `(MESHFUSE_\w+)`", (ROOT / "docs/running.md").read_text(), re.MULTILINE)

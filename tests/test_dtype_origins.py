@@ -6,9 +6,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
 import meshfuse as mf
+import pytest
 from meshfuse import DataType, TensorType
 from meshfuse.ops import OPS
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import meshfuse as mf
 import pytest
 import torch
-
-import meshfuse as mf
-from meshfuse.executor.familiar import outline
+from meshfuse.executor.argument_guards import outline
 
 
 def doubled(*dims: int, scalar: bool = False) -> mf.FusionDefinition:

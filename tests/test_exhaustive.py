@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 import meshfuse as mf
+import pytest
+from meshfuse.planner.plan_cost import plan_cost
+
 from defining import graph_of
 from exhaustive import MOVES, Exhaustive, weighed
-from meshfuse.planning.spending import spent
 
 T = mf.TensorView
 SIZES = (128, 512, 1024, 2048, 4096)
@@ -67,7 +67,7 @@ class Drawn:
 
 def excess(fd: mf.FusionDefinition, mesh: mf.DeviceMesh) -> float:
     """The time of a plan's moves, as a multiple of the best plan's, where that one is better by 2 % of it; else 1."""
-    ours = spent(fd.compile().planned)
+    ours = plan_cost(fd.compile().planned)
     if ours.moving < LEAST:
         return 1.0
     best = Exhaustive(graph_of(fd), mesh, weighed(ours) - 0.02 * MOVES * ours.moving).run()

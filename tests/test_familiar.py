@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from meshfuse.executor.argument_guards import ArgumentGuards
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-
-from meshfuse.executor.familiar import Familiar
 
 OPTIONS = (False, None, False)
 GOOD = torch.arange(6.0).reshape(2, 3)
@@ -29,9 +28,9 @@ class Failing(torch.Tensor):
         raise KeyError(func)
 
 
-def knowing() -> Familiar[str]:
+def knowing() -> ArgumentGuards[str]:
     """One that tells two float32 tensors of 2 x 3 by guards and by outlines."""
-    familiar = Familiar[str]()
+    familiar = ArgumentGuards[str]()
     familiar.learn([GOOD, GOOD], OPTIONS, "program")
     assert familiar.find([GOOD, GOOD], OPTIONS) == familiar.find((GOOD, GOOD + 1), OPTIONS) == "program"
     return familiar
@@ -94,7 +93,7 @@ def test_strides_gradients_and_the_callers_mode_are_not_looked_at(mode: str) -> 
 
 def test_many_kinds_of_arguments_are_told_apart() -> None:
     """More than have guards, by whichever tells them; each is found again after all others."""
-    familiar, kinds = Familiar[int](), [torch.zeros(n) for n in range(12)]
+    familiar, kinds = ArgumentGuards[int](), [torch.zeros(n) for n in range(12)]
     for size, value in enumerate(kinds):
         assert familiar.find([value], OPTIONS) is None
         familiar.learn([value], OPTIONS, size)
@@ -102,7 +101,7 @@ def test_many_kinds_of_arguments_are_told_apart() -> None:
 
 
 def test_no_argument_is_held() -> None:
-    value, familiar = torch.zeros(3), Familiar[int]()
+    value, familiar = torch.zeros(3), ArgumentGuards[int]()
     familiar.learn([value], OPTIONS, 1)
     assert familiar.find([value], OPTIONS) == 1
     held = weakref.ref(value)

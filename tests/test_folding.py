@@ -5,23 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import meshfuse as mf
 import pytest
 import torch
-
-import meshfuse as mf
-from defining import graph_of
-from interpreter import has_reference, interpret
 from meshfuse.compiler import compile_sharded, decided
 from meshfuse.graph import Graph
-from meshfuse.planning import effort as planning_effort
-from meshfuse.planning import search as planning_search
-from meshfuse.planning.effort import MOST, Effort
-from meshfuse.planning.spending import spent
-from meshfuse.propagation.folding import KEPT, LONG, Folded, folded
-from meshfuse.propagation.propagate import Propagation, propagate
-from meshfuse.propagation.sharded import ShardedDefinition
+from meshfuse.placement.repeated_layers import KEPT, LONG, Folded, repeated_layers
+from meshfuse.planner import effort as planning_effort
+from meshfuse.planner import search as planning_search
+from meshfuse.planner.effort import MOST, Effort
+from meshfuse.planner.plan_cost import plan_cost
+from meshfuse.propagation import Propagation, ShardedDefinition, propagate
 from meshfuse.report.bill import bill_of
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
+
+from defining import graph_of
+from interpreter import has_reference, interpret
 
 TP = mf.DeviceMesh((4,), ("tp",))
 EIGHT = mf.DeviceMesh((8,), ("tp",))
@@ -95,7 +94,7 @@ def stacked(
 
 
 def fold(graph: Graph, kept: int = KEPT) -> Folded:
-    found = folded(graph, kept)
+    found = repeated_layers(graph, kept)
     assert found is not None
     return found
 
@@ -137,7 +136,7 @@ def test_layers_left_out_are_planned_as_well_as_in_the_whole(name: str) -> None:
     assert 2 * len(short.nodes) < len(graph.nodes)
     ours, whole = propagate(graph, TP), Propagation(graph, TP).first()
     assert ours.graph == graph
-    assert spent(ours).seconds <= spent(whole).seconds * 1.001
+    assert plan_cost(ours).seconds <= plan_cost(whole).seconds * 1.001
 
 
 def test_numbers_of_a_program_planned_by_few_layers() -> None:
@@ -167,7 +166,7 @@ def test_layers_in_any_order_give_right_numbers(seed: int) -> None:
         layers += chance.sample(kinds, chance.randint(1, 2)) * chance.choice([1, 2, 6, 12])
     fd = stacked(layers, GRID, chance.choice([["dp", None], [None, "tp"], ["dp", "tp"]]))
     graph = graph_of(fd)
-    assert folded(graph) is not None
+    assert repeated_layers(graph) is not None
     plan = propagate(graph, GRID)
     assert all(plan.homes[i] == said for i, said in graph.annotations.items())
     check(fd)
@@ -201,9 +200,9 @@ def test_what_is_read_of_every_layer_is_there(count: int, read: str, grad: bool)
 
 
 def test_programs_that_repeat_nothing_or_are_short_are_planned_whole() -> None:
-    assert folded(graph_of(stacked([mlp(TP, [None, "tp"], ["tp", None])] * 4, TP, [None, None]))) is None
+    assert repeated_layers(graph_of(stacked([mlp(TP, [None, "tp"], ["tp", None])] * 4, TP, [None, None]))) is None
     odd = [mlp(TP, [None, "tp"], ["tp", None], HIDDEN + 4 * i) for i in range(24)]
-    assert folded(graph_of(stacked(odd, TP, [None, None]))) is None
+    assert repeated_layers(graph_of(stacked(odd, TP, [None, None]))) is None
 
 
 def shared(size: int) -> mf.FusionDefinition:
@@ -224,8 +223,8 @@ def shared(size: int) -> mf.FusionDefinition:
 
 def test_layers_that_share_a_large_tensor_are_planned_together() -> None:
     """Whether it pays to bring it where it is read depends on how many layers read it."""
-    assert folded(graph_of(shared(4 * WIDTH))) is None
-    assert folded(graph_of(shared(1))) is not None
+    assert repeated_layers(graph_of(shared(4 * WIDTH))) is None
+    assert repeated_layers(graph_of(shared(1))) is not None
     check(shared(4 * WIDTH))
 
 
@@ -369,7 +368,7 @@ def test_layers_that_share_a_mask_cost_no_more_than_few(
 
     def bytes_of(layers: int) -> float:
         graph = graph_of(masked(layers, mesh, rows, first, mask))
-        assert folded(graph) is None
+        assert repeated_layers(graph) is None
         return wire(decided(graph, mesh))
 
     three, four = bytes_of(3), bytes_of(4)
@@ -429,7 +428,7 @@ def test_layers_of_long_programs_have_rows_in_groups_of_ranks_as_short_ones_do(a
     def bytes_of(layers: int) -> float:
         different = [mlp(EIGHT, [None, "tp"], ["tp", None], 4096 + (0 if alike else 8 * i)) for i in range(layers)]
         graph = graph_of(stacked(different, EIGHT, [None, None], (4096, 1024)))
-        assert layers < 10 or (len(graph.nodes) > MOST and (folded(graph) is not None) == alike)
+        assert layers < 10 or (len(graph.nodes) > MOST and (repeated_layers(graph) is not None) == alike)
         return wire(decided(graph, EIGHT))
 
     one, two = bytes_of(1), bytes_of(2)

@@ -8,9 +8,8 @@ import inspect
 import pickle
 
 import pytest
-
 from meshfuse.errors import SourceLine
-from meshfuse.frozen import quickly_made
+from meshfuse.fast_dataclass import quickly_made
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,10 +10,11 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import meshfuse as mf
-from meshfuse import collector, compiler, memos
+import pytest
+from meshfuse import caches as memos
+from meshfuse import compiler
+from meshfuse import gc_pause as collector
 
 MESH = mf.DeviceMesh((4,), ("tp",))
 

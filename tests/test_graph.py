@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 import meshfuse as mf
-from meshfuse.graph import CallTable, concretize
+import pytest
+from meshfuse.graph import CallTable, specialize
 from meshfuse.ops import OPS
 from meshfuse.ops.base import TensorRef, TensorType
 
@@ -19,7 +18,7 @@ def scaled(by: Any) -> mf.FusionDefinition:
 
 
 def calls_of(fd: mf.FusionDefinition) -> list[Any]:
-    return [(node.call, node.rule) for node in concretize(fd, {0: (4, 6)}, {}).nodes]
+    return [(node.call, node.rule) for node in specialize(fd, {0: (4, 6)}, {}).nodes]
 
 
 def test_equal_calls_of_two_definitions_are_one() -> None:

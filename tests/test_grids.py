@@ -5,21 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import meshfuse as mf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from layers import SMALL
-
-import meshfuse as mf
-from bill_classes.grids import CLASSES
-from defining import graph_of
-from meshfuse.planning.grids import MOST_WAYS, Grid, grids
-from meshfuse.planning.search import GRID_OPS
-from meshfuse.planning.spending import spent
-from meshfuse.propagation.propagate import THOROUGH, Propagation
+from meshfuse.planner.grids import MOST_WAYS, Grid, grids
+from meshfuse.planner.plan_cost import plan_cost
+from meshfuse.planner.search import GRID_OPS
+from meshfuse.propagation import THOROUGH, Propagation
 from meshfuse.sharding import layout as lay
 from meshfuse.sharding.layout import Split
 from meshfuse.sharding.value import Sharding
+
+from bill_classes.grids import CLASSES
+from defining import graph_of
 
 RANKS = (5, 3, 0, 1, 2, 4, 7, 6, 8, 9, 10, 11)
 SHAPE = (24, 7)
@@ -74,7 +74,7 @@ def test_a_plan_on_the_grid_takes_as_much_on_the_mesh(name: str) -> None:
     graph = graph_of(CLASSES[name].defined(SMALL))
     for grid in grids(graph):
         written = Propagation(grid.graph(graph), grid.written).again(None, THOROUGH)
-        assert spent(grid.plan_back(graph, written)) == pytest.approx(spent(written))
+        assert plan_cost(grid.plan_back(graph, written)) == pytest.approx(plan_cost(written))
 
 
 def test_ways_are_those_of_the_largest_axis_alike_parts_first() -> None:

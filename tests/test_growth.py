@@ -8,9 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 import meshfuse as mf
+import pytest
 from meshfuse.report.explain import explain_all
 from meshfuse.report.page import page
 

@@ -9,13 +9,12 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import meshfuse as mf
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
-
-import meshfuse as mf
 from meshfuse import compiler
-from meshfuse.resharding.postpone import postponed
-from meshfuse.resharding.resharded import ReshardedDefinition
+from meshfuse.reshard.bucketing import bucket_collectives
+from meshfuse.resharding import ReshardedDefinition
 from meshfuse.testing import annotations, definitions, shapes_for
 
 MESH = mf.DeviceMesh((2, 2), ("dp", "tp"))
@@ -96,7 +95,7 @@ def test_ranks_that_reduce_in_another_order_are_told(monkeypatch: pytest.MonkeyP
     """The digest that ranks compare before they run tells of the order of steps."""
 
     def turned(resharded: ReshardedDefinition) -> ReshardedDefinition:
-        steps = list(postponed(resharded).steps)
+        steps = list(bucket_collectives(resharded).steps)
         first, second = [place for place, step in enumerate(steps) if step in resharded.collectives]
         steps[first], steps[second] = steps[second], steps[first]
         return replace(resharded, steps=tuple(steps))

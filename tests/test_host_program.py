@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import meshfuse as mf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import meshfuse as mf
-from meshfuse.host_ir.effects import mentioned
-from meshfuse.host_ir.instructions import BufferPart, Collective, Free, Instruction, Launch, SendRecv, Wait
-from meshfuse.host_ir.program import HostProgram
-from meshfuse.host_ir.verify import verify, verify_together
+from meshfuse.host_ir import HostProgram, verify, verify_together
+from meshfuse.lowering.effects import mentioned
+from meshfuse.lowering.instructions import BufferPart, Collective, Free, Instruction, Launch, SendRecv, Wait
 from meshfuse.testing import annotations, definitions
 
 MESH = mf.DeviceMesh((2, 2), ("dp", "tp"))

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import meshfuse as mf
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import meshfuse as mf
 from meshfuse import compiler
 from meshfuse.compiler import CompiledProgram
-from meshfuse.host_ir.instructions import Collective
-from meshfuse.plan_store import cache as plan_cache
+from meshfuse.lowering.instructions import Collective
+from meshfuse.planner import plan_cache as plan_cache
 
 # Starting a message takes as long as a hundred bytes.
 LINK = mf.Link(1e9, 1e-7)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from meshfuse.report.nearest import Ways
 
 

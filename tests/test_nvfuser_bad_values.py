@@ -6,11 +6,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-import torch
-
 import meshfuse as mf
 import meshfuse.nvfuser_direct as nv
+import pytest
+import torch
 from meshfuse.errors import MeshfuseError
 
 X = torch.arange(24.0).reshape(4, 6)

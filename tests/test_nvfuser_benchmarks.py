@@ -11,13 +11,13 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-import torch
-
 import meshfuse as mf
 import meshfuse.nvfuser_direct as nvfuser
-from defining import nvfuser_relu
+import pytest
+import torch
 from meshfuse.nvfuser_direct import benchmark_utils, pytorch_utils
+
+from defining import nvfuser_relu
 
 # All names that the files in benchmarks/python and tests/python of github.com/NVIDIA/Fuser (April 2026) import from
 # nvfuser_direct, and what they read of those.

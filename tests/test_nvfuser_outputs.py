@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 import meshfuse.nvfuser_direct as nvfuser
+import pytest
 from meshfuse.errors import DefinitionError
 from meshfuse.nvfuser_direct import DataType, FusionDefinition
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-import torch
-
 import meshfuse as mf
 import meshfuse.nvfuser_direct as nvfuser
+import pytest
+import torch
 from meshfuse.nvfuser_direct import FusionDefinition
 
 

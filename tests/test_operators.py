@@ -6,11 +6,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import meshfuse as mf
 import numpy as np
 import pytest
 import torch
-
-import meshfuse as mf
 
 MESH = mf.DeviceMesh((2, 2), ("dp", "tp"))
 # As Python writes them. x and y are positive numbers, i and j integers, p and q bools; all of [6, 6].

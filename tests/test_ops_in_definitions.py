@@ -5,20 +5,20 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import meshfuse as mf
 import pytest
 import torch
-
-import meshfuse as mf
-import op_references as references
 from meshfuse.graph import Graph, Node
-from meshfuse.host_ir.kernel_text import scalar_text
-from meshfuse.host_ir.op_text import OpText
+from meshfuse.lowering.kernel_text import scalar_text
+from meshfuse.lowering.op_text import OpText
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Call
 from meshfuse.ops.local import LocalCall
-from meshfuse.propagation.factors import Placement
-from meshfuse.resharding.resharded import Compute
+from meshfuse.placement.factors import Placement
+from meshfuse.resharding import Compute
 from meshfuse.testing.calls import define_call
+
+import op_references as references
 from op_harness import make_call, operands_of, sample_ids, whole
 
 RUNNABLE = [pair for pair in sample_ids() if pair[0] not in references.NVIDIA_ONLY]

@@ -7,15 +7,15 @@ import itertools
 import math
 from collections.abc import Iterator
 
-import pytest
-
 import meshfuse as mf
-from defining import graph_of
+import pytest
 from meshfuse.compiler import decided
 from meshfuse.graph import Graph
-from meshfuse.planning.spending import spent
+from meshfuse.planner.plan_cost import plan_cost
 from meshfuse.sharding.layout import Split
 from meshfuse.sharding.value import Sharding
+
+from defining import graph_of
 
 MESH = mf.DeviceMesh((2, 4), ("dp", "tp"))
 BOTH = ("dp", "tp")
@@ -77,7 +77,7 @@ def of_a_loss(specs: list[Spec]) -> Graph:
 
 def check_that_no_place_of_a_product_is_better(graph: Graph, *ops: str, axes: int = 0) -> None:
     """What follows from a product element by element lies as it does, in nearly all plans."""
-    best = spent(decided(graph, MESH))
+    best = plan_cost(decided(graph, MESH))
     products = [node for node in graph.nodes if node.name in ops]
     assert products
     found = [(n, p) for n in products for p in places(graph.shape(n.outputs[0])) if len(p.splits) >= axes]
@@ -90,7 +90,7 @@ def check_that_no_place_of_a_product_is_better(graph: Graph, *ops: str, axes: in
             annotations={**graph.annotations, made: place},
             annotation_lines={**graph.annotation_lines, made: node.line},
         )
-        other = spent(decided(pinned, MESH))
+        other = plan_cost(decided(pinned, MESH))
         assert other.moving > 0.95 * best.moving or not other.beats(best), (str(node), str(place), best, other)
 
 

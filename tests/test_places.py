@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import meshfuse as mf
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import meshfuse as mf
 from meshfuse.dtypes import Category
-from meshfuse.graph import concretize
-from meshfuse.plan_store import cache as plan_cache
-from meshfuse.rewriting import in_place
+from meshfuse.graph import specialize
+from meshfuse.planner import plan_cache as plan_cache
+from meshfuse.rewrites import update_in_place as in_place
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
 
 ROWS = mf.DeviceMesh((4,), ("x",))
@@ -179,5 +178,5 @@ def test_such_a_plan_is_stored_and_made_again() -> None:
     shapes = {i: fd.tensors[i].type.shape for i in fd.input_tensors()}
     plan = fd.compile().planned
     assert [type(rewriting) for rewriting in plan.graph.rewritings] == [in_place.Placed]
-    again = plan_cache.unpacked(plan_cache.packed(plan), concretize(fd, shapes, {}))
+    again = plan_cache.unpacked(plan_cache.packed(plan), specialize(fd, shapes, {}))
     assert str(again) == str(plan)

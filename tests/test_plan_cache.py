@@ -17,18 +17,18 @@ import unittest.mock
 import warnings
 from pathlib import Path
 
+import meshfuse as mf
 import pytest
 import torch
 from hypothesis import given, settings
-
-import meshfuse as mf
-from interrupts import forget, interrupted, places, refused, requests
 from meshfuse import compiler, disk_cache
 from meshfuse.fusion_definition import FusionDefinition
-from meshfuse.plan_store import cache as plan_cache
+from meshfuse.planner import plan_cache as plan_cache
 from meshfuse.testing import annotations, definitions
 
-SOURCE = Path(__file__).resolve().parents[1] / "src"
+from interrupts import forget, interrupted, places, refused, requests
+
+SOURCE = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -397,7 +397,7 @@ def test_a_full_disk(cache, planning):
 @pytest.mark.parametrize("stored", [False, True])
 def test_whatever_the_system_refuses_planning_goes_on(cache, monkeypatch, stored):
     """At any moment: the plan is the same, nothing half written stays, and the next start uses the cache again."""
-    files = ("/plan_store/", "/disk_cache.py")
+    files = ("/planner/plan_", "/planner/process_lock.py", "/disk_cache.py")
     warnings.simplefilter("ignore")
     right = decided(product())
     if not stored:
@@ -420,7 +420,7 @@ def test_whatever_the_system_refuses_planning_goes_on(cache, monkeypatch, stored
 def test_a_meshfuse_without_files_keeps_no_plans(cache, planning, monkeypatch):
     """In a zip archive, another's plans would be told from its own by its version alone."""
     forget()
-    monkeypatch.setattr(plan_cache, "__file__", "/no/such.zip/meshfuse/plan_store/cache.py")
+    monkeypatch.setattr(plan_cache, "__file__", "/no/such.zip/meshfuse/planner/plan_cache.py")
     with pytest.warns(disk_cache.CacheWarning, match="own files cannot be read: .* as in a zip archive"):
         decided(scans())
     decided(scans())

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from meshfuse import disk_cache
-from meshfuse.plan_store.turns import in_turn
+from meshfuse.planner.process_lock import in_turn
 
-SOURCE = Path(__file__).resolve().parents[1] / "src"
+SOURCE = Path(__file__).resolve().parents[1]
 # Says when its planning begins, which takes as many seconds as it is told.
 SCRIPT = """
 import sys, time

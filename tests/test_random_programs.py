@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
+import meshfuse as mf
 import pytest
 import torch
 from hypothesis import Phase, assume, find, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
-
-import meshfuse as mf
-from interpreter import has_reference, interpret
-from laws import LAWS, Law, annotated_with_all, annotated_with_one
 from meshfuse.ops import OPS
-from meshfuse.planning.spending import spent
-from meshfuse.propagation.sharded import ShardedDefinition
+from meshfuse.planner.plan_cost import plan_cost
+from meshfuse.propagation import ShardedDefinition
 from meshfuse.testing import annotations, assert_same_as_unsharded, definitions, inputs_for, shapes_for
 from meshfuse.testing.blocks import FAMILIES
 from meshfuse.testing.op_blocks import any_op
+
+from interpreter import has_reference, interpret
+from laws import LAWS, Law, annotated_with_all, annotated_with_one
 from op_references import NVIDIA_ONLY
 
 # Programs per family of ops, 452 in all: `make fuzz` draws other ones without end.
@@ -77,10 +77,10 @@ def test_annotating_what_was_chosen_changes_next_to_nothing() -> None:
     @given(programs(), st.integers(0, 99))
     def collect(fd: mf.FusionDefinition, number: int) -> None:
         done = fd.compile(*shapes_for(fd)).planned
-        before.append(spent(done).seconds)
+        before.append(plan_cost(done).seconds)
         for again, found in twins.items():
             twin = again(done, number)
-            found.append((any(done.homes[i] != twin.homes[i] for i in done.homes), spent(twin).seconds))
+            found.append((any(done.homes[i] != twin.homes[i] for i in done.homes), plan_cost(twin).seconds))
 
     collect()
     for again, found in twins.items():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
 import meshfuse as mf
-from laws import permuting_independent_ops_commutes
+import pytest
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
+
+from laws import permuting_independent_ops_commutes
 
 MESH = mf.DeviceMesh((2, 4), ("tp", "cp"))
 

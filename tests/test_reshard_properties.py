@@ -9,19 +9,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import meshfuse as mf
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-
-import meshfuse as mf
 from meshfuse.costs import DEFAULT_LINK
 from meshfuse.executor import simulate
-from meshfuse.moves import bounds, planner
-from meshfuse.moves.atoms import cuts_of
-from meshfuse.moves.move import mean_wire_elements, wire_elements
-from meshfuse.moves.planner import plan
-from meshfuse.resharding.resharded import Set
+from meshfuse.reshard import bounds
+from meshfuse.reshard import search as planner
+from meshfuse.reshard.atoms import cuts_of
+from meshfuse.reshard.search import plan
+from meshfuse.reshard.steps import mean_wire_elements, wire_elements
+from meshfuse.resharding import Set
 from meshfuse.sharding import Sharding, Split
 from meshfuse.sharding.layout import Layout
 from meshfuse.testing import dim_layouts, meshes, shardings

@@ -5,21 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import meshfuse as mf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import meshfuse as mf
-from meshfuse.host_ir.cost import CostModel, payload_bytes
-from meshfuse.host_ir.instructions import Collective, CommunicationCall, Free, Instruction, Launch, Wait
-from meshfuse.host_ir.liveness import with_frees
-from meshfuse.host_ir.program import HostProgram
-from meshfuse.host_ir.schedule import schedule
-from meshfuse.host_ir.verify import verify, verify_together
+from meshfuse.host_ir import HostProgram, verify, verify_together
+from meshfuse.lowering.durations import CostModel, payload_bytes
+from meshfuse.lowering.instructions import Collective, CommunicationCall, Free, Instruction, Launch, Wait
+from meshfuse.lowering.liveness import with_frees
+from meshfuse.lowering.schedule import schedule
 from meshfuse.report.timeline import timeline
-from meshfuse.resharding.early import early
-from meshfuse.resharding.insert import insert_resharding
-from meshfuse.resharding.postpone import LARGEST_COPIED
+from meshfuse.reshard.bucketing import LARGEST_COPIED
+from meshfuse.reshard.hoist_moves import hoist_moves
+from meshfuse.resharding import insert_resharding
 from meshfuse.testing import annotations, definitions
 
 HALF, FLOAT = mf.DataType.BFloat16, mf.DataType.Float
@@ -148,7 +146,7 @@ def test_large_gradients_are_reduced_while_the_backward_goes_on(sharded: bool) -
 
 def test_small_moves_stay_where_they_are() -> None:
     resharded = insert_resharding(layers(6, 16, False).compile().sharded)
-    assert early(resharded) == resharded
+    assert hoist_moves(resharded) == resharded
 
 
 # the model --------------------------------------------------------------------------------------------------------

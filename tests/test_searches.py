@@ -7,25 +7,26 @@ import itertools
 import math
 from typing import Any
 
+import meshfuse as mf
 import pytest
 from layers import SMALL
+from meshfuse.dtypes import DataType
+from meshfuse.graph import specialize
+from meshfuse.ops.base import TensorType
+from meshfuse.placement import beam, factors
+from meshfuse.placement import options as choose
+from meshfuse.placement.dominance import JointTable, Table, conversion
+from meshfuse.planner import starts
+from meshfuse.propagation import THOROUGH, Propagation
+from meshfuse.sharding.layout import Split
+from meshfuse.sharding.value import Sharding
+from meshfuse.testing import assert_same_as_unsharded, inputs_for
 
-import meshfuse as mf
 from bill_classes import CLASSES
 from bill_classes.known import Known
 from defining import graph_of
 from interrupts import interrupted, places
 from laws import renaming_axes_commutes
-from meshfuse.dtypes import DataType
-from meshfuse.graph import concretize
-from meshfuse.ops.base import TensorType
-from meshfuse.planning import starts
-from meshfuse.propagation import beam, choose, factors
-from meshfuse.propagation.dominance import JointTable, Table, conversion
-from meshfuse.propagation.propagate import THOROUGH, Propagation
-from meshfuse.sharding.layout import Split
-from meshfuse.sharding.value import Sharding
-from meshfuse.testing import assert_same_as_unsharded, inputs_for
 
 MESH = mf.DeviceMesh((2, 2), ("x", "y"))
 KIND = TensorType((8, 8), DataType.Float)
@@ -42,7 +43,7 @@ def propagation(width: int) -> Propagation:
         fd.mesh_split(w, MESH, [None, "y"])
         fd.mesh_split(v, MESH, ["y", "x"])
         fd.add_output(fd.ops.matmul(fd.ops.relu(fd.ops.matmul(x, w)), v))
-    return Propagation(concretize(fd, dict.fromkeys(range(3), (width, width)), {}), MESH)
+    return Propagation(specialize(fd, dict.fromkeys(range(3), (width, width)), {}), MESH)
 
 
 def numbered(table: Table) -> list[float]:

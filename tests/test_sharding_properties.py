@@ -10,9 +10,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-
 from meshfuse import DeviceMesh
-from meshfuse.moves.move import axis_keys
+from meshfuse.reshard.steps import axis_keys
 from meshfuse.sharding import Sharding, Split
 from meshfuse.sharding import layout as lay
 from meshfuse.sharding.data import shard, unshard

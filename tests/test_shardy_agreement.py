@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import meshfuse as mf
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-
-import meshfuse as mf
 from meshfuse.definition.tensor_view import TensorView
-from meshfuse.graph import concretize
+from meshfuse.graph import specialize
 from meshfuse.ops.base import TensorRef
 from meshfuse.sharding import Sharding, Split
 from meshfuse.testing import blocks as b
@@ -24,6 +23,7 @@ from meshfuse.testing import definitions, meshes
 from meshfuse.testing.examples import shape_of
 from meshfuse.testing.layouts import drawn_place
 from meshfuse.testing.writer import Block, DefinitionWriter
+
 from shardy_passes import Partitioned, Unsaid, partitioned
 from shardy_text import Untranslatable, stablehlo_of
 
@@ -99,7 +99,7 @@ def shardys(fd: mf.FusionDefinition) -> Partitioned:
     """The same program, partitioned by Shardy's passes; passes over programs that cannot be compared."""
     shapes = {ref.id: shape_of(fd, ref.id) for ref in fd.inputs if isinstance(ref, TensorRef)}
     try:
-        return partitioned(stablehlo_of(concretize(fd, shapes, {})))
+        return partitioned(stablehlo_of(specialize(fd, shapes, {})))
     except (Unsaid, Untranslatable) as reason:
         assume(False)
         raise AssertionError from reason

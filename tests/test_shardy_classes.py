@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import meshfuse as mf
 import pytest
 import torch
-
-import meshfuse as mf
-from meshfuse.graph import concretize
-from meshfuse.moves.planner import plan
+from meshfuse.graph import specialize
+from meshfuse.reshard.search import plan
 from meshfuse.sharding import Sharding, Split
+
 from shardy_text import Untranslatable, stablehlo_of
 from test_reshard_properties import lacking
 
@@ -89,4 +89,4 @@ def test_what_needs_a_dim_whole_is_not_judged_as_elementwise(op: str) -> None:
     fd.add_output(getattr(fd.ops, op)(x, 0))
     fd.mesh_split(x, mf.DeviceMesh((2,), ("x",)), ["x"])
     with pytest.raises(Untranslatable, match=op):
-        stablehlo_of(concretize(fd, {x.id: (8,)}, {}))
+        stablehlo_of(specialize(fd, {x.id: (8,)}, {}))

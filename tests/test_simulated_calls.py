@@ -7,19 +7,19 @@ import functools
 import threading
 from typing import Any
 
+import meshfuse as mf
 import pytest
 import torch
-
-import meshfuse as mf
-from interrupts import interrupted, places
 from meshfuse.backends import Task
 from meshfuse.definition.annotated import AnnotatedDefinition
 from meshfuse.executor import segments, simulate
 
+from interrupts import interrupted, places
+
 MESH = mf.DeviceMesh((2, 4), ("dp", "tp"))
 TABLE = torch.randn(16, 4)
 PARTS = torch.randn(8, 4)
-OURS = ("/src/meshfuse/", "<meshfuse")
+OURS = ("/meshfuse/", "<meshfuse")
 
 
 def looked_up() -> mf.FusionDefinition:

@@ -6,15 +6,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import meshfuse as mf
 import pytest
 import torch
 from hypothesis import given, settings
-
-import meshfuse as mf
 from meshfuse.executor.simulate import Simulation
 from meshfuse.executor.stream_order import COMPUTE, Streams
-from meshfuse.host_ir.instructions import Free, Instruction, SendRecv, Wait
-from meshfuse.host_ir.program import HostProgram
+from meshfuse.host_ir import HostProgram
+from meshfuse.lowering.instructions import Free, Instruction, SendRecv, Wait
 from meshfuse.sharding.data import shard
 from meshfuse.testing import annotations, definitions, inputs_for
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import meshfuse as mf
 import torch
 import torch.nn.functional as F
-
-import meshfuse as mf
 from meshfuse.ops.base import Call
 
 DOUBLE = mf.DataType.Double

@@ -11,8 +11,8 @@ from meshfuse.definition.namespaces import composite_help
 from meshfuse.ops import COMPOSITES, OPS, composite, families
 from meshfuse.ops.base import OpDef
 from meshfuse.ops.binding import signature
-from meshfuse.ops.other_names import rows
 from meshfuse.ops.summary import CARRIES, FATES, ExampleCall, examples
+from meshfuse.ops.torch_names import rows
 
 PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
 _OWN = [name for name in COMPOSITES if name not in OPS]

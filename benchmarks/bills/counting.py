@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-import torch
-
 import meshfuse as mf
+import torch
 from meshfuse.compiler import CompiledProgram
 from meshfuse.dtypes import Category
 from meshfuse.executor.bind import BoundProgram, bind_program
 from meshfuse.executor.simulate import Hub, SimulatedGroup, SimulatedWork, Simulation
-from meshfuse.host_ir.program import HostProgram
+from meshfuse.host_ir import HostProgram
 from meshfuse.ops.base import TensorRef, TensorType
 from meshfuse.sharding.data import shard
 from meshfuse.testing.calls import torch_dtype

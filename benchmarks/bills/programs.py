@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import meshfuse as mf
 from layers import (
     FULL,
     SMALL,
@@ -25,8 +26,6 @@ from layers import (
     integers,
     mlp,
 )
-
-import meshfuse as mf
 
 TP8 = mf.DeviceMesh((8,), ("tp",))
 DP8 = mf.DeviceMesh((8,), ("dp",))

@@ -25,9 +25,8 @@ from typing import Any
 import gpu_checks
 import gpu_times
 import torch
-from pieces import Lines, Outcome, Piece, Section, run_section, work
-
 from meshfuse.backends.nvfuser import NvfuserMissing, load_nvfuser
+from pieces import Lines, Outcome, Piece, Section, run_section, work
 
 HERE = Path(__file__).parent
 # What is checked takes processors to compile, so these sections run beside each other; what is timed has the machine

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from works import CHAIN, CHANNELS, HEADS, WIDE, WIDTH, Work, layered
-
 import meshfuse as mf
+from works import CHAIN, CHANNELS, HEADS, WIDE, WIDTH, Work, layered
 
 View = mf.TensorView
 Body = Callable[..., View]

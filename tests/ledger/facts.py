@@ -18,10 +18,10 @@ from typing import Any
 
 import meshfuse as mf
 from meshfuse.compiler import CompiledProgram
-from meshfuse.host_ir.instructions import Collective, Communication, Kernel, Launch, SendRecv, Wait
-from meshfuse.host_ir.program import HostProgram
-from meshfuse.resharding.resharded import Compute
-from meshfuse.segmentation import Segment
+from meshfuse.host_ir import HostProgram
+from meshfuse.lowering.instructions import Collective, Communication, Kernel, Launch, SendRecv, Wait
+from meshfuse.lowering.segments import Segment
+from meshfuse.resharding import Compute
 
 Entry = dict[str, Any]
 Fact = tuple[object, ...]

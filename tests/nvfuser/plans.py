@@ -164,8 +164,9 @@ def _inputs(fd: Any, *shapes: list[int]) -> list[Any]:
 
 def main(name: str) -> None:
     """Make nvFuser plan a program; with NVFUSER_DUMP=pre_segmenter_logging it prints how."""
-    import nvfuser_direct as nv
     import torch
+
+    import nvfuser_direct as nv
 
     mesh = nv.multidevice.DeviceMesh(torch.arange(RANKS))
     split_of: dict[int, int] = {}

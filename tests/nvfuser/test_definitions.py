@@ -6,13 +6,12 @@ import dataclasses
 import re
 
 import pytest
-from native_calls import DTYPES, differences, make_call, on_one_rank, samples
-
 from meshfuse.backends.nvfuser import build_call, load_nvfuser
 from meshfuse.dtypes import DataType
 from meshfuse.errors import DefinitionError
 from meshfuse.ops import OPS
 from meshfuse.ops.nvfuser_lowering import ToTorch
+from native_calls import DTYPES, differences, make_call, on_one_rank, samples
 
 pytestmark = pytest.mark.nvfuser
 

@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-import pytest
-
 import meshfuse.nvfuser_direct as ours
+import pytest
 from meshfuse.errors import DefinitionError
-from meshfuse.nvfuser_direct.left_out import ABSENT, REFUSED
+from meshfuse.nvfuser_direct.unsupported import ABSENT, REFUSED
 from meshfuse.ops import OPS
 
 try:

@@ -12,11 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import plans
-import pytest
-
 import meshfuse as mf
 import meshfuse.nvfuser_direct as nvfuser
+import plans
+import pytest
 
 pytestmark = pytest.mark.nvfuser
 

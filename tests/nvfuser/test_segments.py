@@ -11,11 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import fake_kernels
+import meshfuse as mf
 import pytest
 import torch
-from native_calls import differences
-
-import meshfuse as mf
 from meshfuse import compiler
 from meshfuse.backends.nvfuser import build_segment, partitioned
 from meshfuse.backends.nvfuser.copies import type_of
@@ -24,9 +22,10 @@ from meshfuse.backends.nvfuser.segment import value_types
 from meshfuse.compiler import CompiledProgram
 from meshfuse.dtypes import DataType, from_torch
 from meshfuse.executor.simulate import Simulation
+from meshfuse.lowering.segments import Segment
 from meshfuse.ops.base import TensorRef
 from meshfuse.ops.nvfuser_lowering import ToTorch
-from meshfuse.segmentation import Segment
+from native_calls import differences
 
 pytestmark = pytest.mark.nvfuser
 

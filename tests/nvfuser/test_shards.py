@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from native_calls import differences, make_call, samples
-
 from meshfuse import DeviceMesh
 from meshfuse.backends.nvfuser import build_call
 from meshfuse.dtypes import DataType
@@ -14,9 +12,10 @@ from meshfuse.ops import OPS
 from meshfuse.ops.base import Call, Factor, FactorKind
 from meshfuse.ops.local import LocalCall
 from meshfuse.ops.nvfuser_lowering import ToTorch
-from meshfuse.propagation.factors import left_to_reduce, tensor_layouts
+from meshfuse.placement.factors import left_to_reduce, tensor_layouts
 from meshfuse.sharding.layout import Layout, Split, canonical
 from meshfuse.sharding.value import Sharding
+from native_calls import differences, make_call, samples
 
 pytestmark = pytest.mark.nvfuser
 

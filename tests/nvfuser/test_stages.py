@@ -11,23 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import fake_kernels
+import meshfuse as mf
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_segments import PROGRAMS as SEGMENTS
-from whole_programs import PROGRAMS
-
-import meshfuse as mf
 from meshfuse.backends.nvfuser import build_segment, partitioned
 from meshfuse.backends.nvfuser.partition import LIBRARY, Partition
 from meshfuse.backends.nvfuser.segment import value_types
 from meshfuse.backends.nvfuser.unshared import Step, steps
 from meshfuse.dtypes import DataType
 from meshfuse.graph import Graph
+from meshfuse.lowering.segments import Segment, SegmentedDefinition
 from meshfuse.ops.base import TensorType
 from meshfuse.ops.pointwise import pointwise_rule
-from meshfuse.segmentation import Segment, SegmentedDefinition
+from test_segments import PROGRAMS as SEGMENTS
+from whole_programs import PROGRAMS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 

@@ -148,7 +148,7 @@ class _Forked(subprocess.Popen):  # type: ignore[type-arg]
 
 def _as_if_imported_now() -> None:
     """What importing meshfuse does in a rank of `meshfuse run`: it was imported where no launcher said anything."""
-    from meshfuse.runtime import exits
+    from meshfuse.runtime import exit_hooks as exits
 
     exits.report_user_errors()
 

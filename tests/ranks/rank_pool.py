@@ -19,7 +19,7 @@ from typing import Any
 import forked
 
 HERE = Path(__file__).resolve().parent
-SOURCE = HERE.parents[1] / "src"
+SOURCE = HERE.parents[1]
 
 # Line 11 of a script that starts so makes y, which is what the ranks reduce: one call, as starts are what costs.
 # What follows begins at line 17.

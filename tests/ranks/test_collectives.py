@@ -97,7 +97,7 @@ def on_rank_move(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def on_rank_by_the_host(function: str, dtype: torch.dtype, devices: list[str]) -> Any:
     """A function of this file whose tensors count as those of these ranks' devices."""
     from meshfuse.runtime import group as module
-    from meshfuse.runtime.staged import Staged
+    from meshfuse.runtime.host_staging import Staged
 
     world, group = _world_group()
     with pytest.MonkeyPatch.context() as patch:
@@ -123,7 +123,7 @@ def test_ranks_that_share_a_device_go_by_way_of_the_host(ranks4, function, dtype
 def on_rank_of_devices(devices: list[str]) -> tuple[str, int]:
     """What connects ranks with these devices, and how many buffers of the host three all-reduces took."""
     from meshfuse.runtime import group as module
-    from meshfuse.runtime.staged import Staged
+    from meshfuse.runtime.host_staging import Staged
     from meshfuse.runtime.world import World
 
     class Known:

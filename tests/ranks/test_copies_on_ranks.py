@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import meshfuse as mf
 import pytest
 import torch
-
-import meshfuse as mf
-from copy_programs import MOVED
 from meshfuse.sharding.data import shard
+
+from copy_programs import MOVED
 
 pytestmark = pytest.mark.ranks
 

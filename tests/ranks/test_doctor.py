@@ -7,9 +7,8 @@ import sys
 
 import pytest
 import torch
-from rank_pool import base_environment
-
 from meshfuse.runtime import doctor
+from rank_pool import base_environment
 
 
 def test_report_has_a_row_for_each_part(monkeypatch):

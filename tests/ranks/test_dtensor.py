@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import meshfuse as mf
 import pytest
 import torch
 import torch.nn.functional as F
-
-import meshfuse as mf
 
 pytestmark = pytest.mark.ranks
 

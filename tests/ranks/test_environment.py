@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from meshfuse.errors import ArgumentError
 from meshfuse.runtime.environment import first_host, read_environment, time_limit
 

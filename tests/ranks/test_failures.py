@@ -13,14 +13,13 @@ import unittest.mock
 from pathlib import Path
 from typing import Any
 
+import meshfuse as mf
 import pytest
 import rank_pool
-from rank_pool import RankFailed, RankPool, base_environment
-
-import meshfuse as mf
 from meshfuse.runtime.deadlines import bounded
-from meshfuse.runtime.liveness import line_of, main_thread_frame
+from meshfuse.runtime.roll_call import line_of, main_thread_frame
 from meshfuse.runtime.work import Work
+from rank_pool import RankFailed, RankPool, base_environment
 
 pytestmark = pytest.mark.ranks
 
@@ -274,7 +273,7 @@ finally:
 
 WHEREVER = f"""
 from meshfuse.runtime.gloo import Gloo
-from meshfuse.runtime.meetings import Meetings
+from meshfuse.runtime.rendezvous import Meetings
 left = {{count}}
 def count(kind, name):
     real = getattr(kind, name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 
 import pytest
-
 from meshfuse.errors import ArgumentError
 from meshfuse.runtime import launcher
 

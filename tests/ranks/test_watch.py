@@ -8,11 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rank_pool import START, run_bare
-
 from meshfuse.errors import RankError
-from meshfuse.runtime import watch
-from meshfuse.runtime.watch import Pending, Watch, is_watched, unwatched
+from meshfuse.runtime import device_watchdog as watch
+from meshfuse.runtime.device_watchdog import Pending, Watch, is_watched, unwatched
+from rank_pool import START, run_bare
 
 pytestmark = pytest.mark.ranks
 
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.ranks
 STUCK = (
     START
     + """
-from meshfuse.runtime.watch import Pending
+from meshfuse.runtime.device_watchdog import Pending
 if world.rank == 1: {peer}
 begun = time.monotonic()
 world.watch.put(Pending("all_reduce #9 of group tp", (0, 1), lambda: {done}, lambda: "{trouble}"))

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from tools import X, Y, columns, coordinates, cut, grid, line, rank, rows, same, size, split
-
 import meshfuse.nvfuser_direct as nvfuser
+import torch
 from meshfuse.nvfuser_direct import FusionDefinition
+from tools import X, Y, columns, coordinates, cut, grid, line, rank, rows, same, size, split
 
 NVMesh = nvfuser.multidevice.DeviceMesh
 

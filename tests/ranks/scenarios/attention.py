@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tools import X, cut, line, place, rank, same, size, split
-
 from meshfuse.nvfuser_direct import DataType, FusionDefinition
+from tools import X, cut, line, place, rank, same, size, split
 
 B, H, S, E = 2, 4, 16, 8
 Layout = Callable[[torch.Tensor], torch.Tensor]

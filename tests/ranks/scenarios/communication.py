@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tools import X, Y, cut, expect, grid, line, place, same, size, split
-
 from meshfuse.nvfuser_direct import DataType, FusionDefinition, ParallelType, PythonProfiler
+from tools import X, Y, cut, expect, grid, line, place, same, size, split
 
 Notes = Callable[[Any, Any], None]
 

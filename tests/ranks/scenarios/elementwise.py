@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import meshfuse.nvfuser_direct as nvfuser
 import torch
+from meshfuse.nvfuser_direct import DataType, FusionDefinition, PythonProfiler
 from tools import (
     X,
     Y,
@@ -21,9 +23,6 @@ from tools import (
     size,
     split,
 )
-
-import meshfuse.nvfuser_direct as nvfuser
-from meshfuse.nvfuser_direct import DataType, FusionDefinition, PythonProfiler
 
 
 def replicated_in_mid_chain() -> None:

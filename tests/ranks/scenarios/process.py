@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 
-import torch
-from tools import X, cut, expect, line, place, rank, same, size, split
-
 import meshfuse.nvfuser_direct as nvfuser
+import torch
 from meshfuse.nvfuser_direct import DataType, FusionDefinition, LruFusionCache, PythonProfiler
+from tools import X, cut, expect, line, place, rank, same, size, split
 
 
 def communicator() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from meshfuse.nvfuser_direct import DataType, FusionDefinition, PythonProfiler
 from tools import (
     STREAM,
     X,
@@ -23,8 +24,6 @@ from tools import (
     split,
     whole_numbers,
 )
-
-from meshfuse.nvfuser_direct import DataType, FusionDefinition, PythonProfiler
 
 
 def column_parallel_linear(bias: bool = True) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 import meshfuse.nvfuser_direct as nvfuser
+import torch
 from meshfuse.nvfuser_direct import ParallelType
 
 X, Y, Z = ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tools import communications, cut, line, place, same, size, split
-
 from meshfuse.nvfuser_direct import DataType, FusionDefinition, PythonProfiler
+from tools import communications, cut, line, place, same, size, split
 
 B, S, H, E = 2, 16, 4, 64
 # In the order of definition; q, k and v of a head stand together in the first linear's features.

@@ -1,0 +1,126 @@
+"""meshfuse: write the math of a model once, say how a few tensors split over a device mesh, run it on every rank.
+
+The names below are loaded when they are first used: importing meshfuse loads neither torch nor nvFuser.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+from .version import __version__ as __version__
+
+_HOME = {
+    "FusionDefinition": "fusion_definition",
+    "shard_tensor": "executor.shards",
+    "TensorView": "definition.tensor_view",
+    "Val": "definition.tensor_view",
+    "DeviceMesh": "mesh",
+    "Link": "costs",
+    "Machine": "costs",
+    "ParallelType": "mesh",
+    "DataType": "dtypes",
+    "Sharding": "sharding.value",
+    "Split": "sharding.layout",
+    "World": "runtime.world",
+    "OpDef": "ops.base",
+    "Partial": "ops.base",
+    "Sample": "ops.base",
+    "TensorType": "ops.base",
+    "register_op": "ops.registry",
+    "torch_op": "ops.torch_ops",
+    "unregister_op": "ops.registry",
+    "MeshfuseError": "errors",
+    "PlanWarning": "report.plan_warning",
+    "DefinitionError": "errors",
+    "ArgumentError": "errors",
+    "RankError": "errors",
+    "RankTimeout": "errors",
+    "CheckpointError": "errors",
+    "KernelError": "errors",
+    "OutOfMemoryError": "executor.kernel_errors",
+    "save": "checkpoint",
+    "load": "checkpoint",
+}
+# Modules that users name in full. They are no part of `from meshfuse import *`, which would load them.
+_MODULES = ("costs", "nvfuser_direct", "testing")
+__all__ = [
+    "ArgumentError",
+    "CheckpointError",
+    "DataType",
+    "DefinitionError",
+    "DeviceMesh",
+    "FusionDefinition",
+    "KernelError",
+    "Link",
+    "Machine",
+    "MeshfuseError",
+    "OpDef",
+    "OutOfMemoryError",
+    "ParallelType",
+    "Partial",
+    "PlanWarning",
+    "RankError",
+    "RankTimeout",
+    "Sample",
+    "Sharding",
+    "Split",
+    "TensorType",
+    "TensorView",
+    "Val",
+    "World",
+    "load",
+    "register_op",
+    "save",
+    "shard_tensor",
+    "torch_op",
+    "unregister_op",
+]
+
+if TYPE_CHECKING:
+    from . import costs as costs
+    from . import nvfuser_direct as nvfuser_direct
+    from . import testing as testing
+    from .checkpoint import load, save
+    from .costs import Link, Machine
+    from .definition.tensor_view import TensorView, Val
+    from .dtypes import DataType
+    from .errors import (
+        ArgumentError,
+        CheckpointError,
+        DefinitionError,
+        KernelError,
+        MeshfuseError,
+        RankError,
+        RankTimeout,
+    )
+    from .executor.kernel_errors import OutOfMemoryError
+    from .executor.shards import shard_tensor
+    from .fusion_definition import FusionDefinition
+    from .mesh import DeviceMesh, ParallelType
+    from .ops.base import OpDef, Partial, Sample, TensorType
+    from .ops.registry import register_op, unregister_op
+    from .ops.torch_ops import torch_op
+    from .report.plan_warning import PlanWarning
+    from .runtime.world import World
+    from .sharding.layout import Split
+    from .sharding.value import Sharding
+
+
+if "MESHFUSE_FOLLOWER_CODE" in os.environ:  # A rank of `meshfuse run`; exits says what for.
+    importlib.import_module(".runtime.exit_hooks", __name__).report_user_errors()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
+    if name not in _HOME:
+        raise AttributeError(f"module 'meshfuse' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -1,0 +1,235 @@
+"""The stages in their order: the module to read first.
+
+definition → `specialize` → `split_biases` → `unify_links` → `apply_distributed_forms` (by `propagate`) →
+`fuse_mean_variance` → `searched` → `split_concats` → `update_in_place` → `reassociate_sums` → `merge_windows` →
+`lower_ring_ops` → `widen_sums` → `insert_resharding` → `hoist_moves` → `rematerialize_gathers` → `bucket_collectives` →
+`pipeline_chunks` → `segment` → `lower_to_host_ir` → executor. Every stage is a function from one printable value to the
+next and changes nothing of what it is given.
+
+From `apply_distributed_forms` to `merge_windows`, a stage may write some ops in other ops. It then has the earlier
+stages plan that graph as well, and the better of the two plans goes on. `decided` runs all of these stages,
+`compile_sharded` those after them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .argument_checks import as_int
+from .definition.builder import DefinitionBuilder
+from .errors import caller_line, shown, user_error
+from .gc_pause import no_collection
+from .graph import Graph, specialize
+from .host_ir import HostProgram, digest_of, lower_to_host_ir, verify, verify_together
+from .lowering.pipeline_chunks import pipeline_chunks
+from .lowering.schedule import IN_FLIGHT
+from .lowering.segments import SegmentedDefinition, segment
+from .mesh import DeviceMesh
+from .placement.growth import EPSILON
+from .planner.effort import Effort
+from .planner.plan_cache import planned
+from .planner.plan_cost import better, plan_cost
+from .planner.search import searched, searched_far
+from .planner.shape_reuse import PLANS
+from .propagation import ShardedDefinition, ends
+from .reshard.borders import Borders
+from .reshard.bucketing import bucket_collectives
+from .reshard.hoist_moves import hoist_moves
+from .reshard.rematerialize import peak, rematerialize_gathers
+from .resharding import ReshardedDefinition, insert_resharding
+from .rewrites.distributed_forms import apply_distributed_forms
+from .rewrites.fuse_mean_variance import fuse_mean_variance
+from .rewrites.hoist_slices import Picked
+from .rewrites.lower_ring_ops import lower_ring_ops
+from .rewrites.merge_windows import merge_windows
+from .rewrites.reassociate_sums import reassociate_sums
+from .rewrites.sink_pads import Surrounded
+from .rewrites.split_bias import split_biases
+from .rewrites.split_concats import split_concats
+from .rewrites.unify_links import unify_links
+from .rewrites.update_in_place import update_in_place
+from .rewrites.widen_sums import widen_sums
+from .runtime.world import World
+from .sharding.value import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledProgram:
+    """All stages of one definition for one set of shapes. Host programs are made per rank, when asked for.
+
+    `planned` is what propagation decided. In `sharded`, ops that are computed in rounds are written out. `in_flight` is
+    the most bytes of communications that may be issued before they are needed. If the plan was taken over from other
+    sizes, `taken_from` is the graph it was made for.
+    """
+
+    planned: ShardedDefinition
+    sharded: ShardedDefinition
+    resharded: ReshardedDefinition
+    segmented: SegmentedDefinition
+    digest: str
+    ranks: tuple[int, ...]
+    in_flight: int
+    taken_from: Graph | None = None
+    _programs: dict[int, HostProgram] = field(default_factory=dict, repr=False)
+
+    @property
+    def graph(self) -> Graph:
+        return self.sharded.graph
+
+    def host_program(self, rank: int) -> HostProgram:
+        """The verified program of a rank. Raises DefinitionError for a rank that the program does not have."""
+        number = as_int(rank)
+        if number is None or number not in self.ranks:
+            needed = f"one of {shown(list(self.ranks))}"
+            raise user_error("host_program: no such rank", shown(rank), needed, "", caller_line())
+        if number not in self._programs:
+            with no_collection():
+                program = lower_to_host_ir(self.segmented, number, self.digest, self.in_flight)
+                verify(program)
+            self._programs[number] = program
+        return self._programs[number]
+
+    def verify(self) -> None:
+        """Check all ranks' programs against each other."""
+        verify_together([self.host_program(rank) for rank in self.ranks])
+
+    def output_shardings(self) -> list[Sharding]:
+        """The sharding of every output."""
+        return [self.resharded.values[v].sharding for v in self.resharded.outputs]
+
+
+def compile_definition(
+    fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any], world: DeviceMesh,
+    max_memory: float | None = None, near_factor: float = 1.0, effort: Effort = Effort.AUTO,
+    borders: Borders | None = None,
+) -> CompiledProgram:  # fmt: skip
+    """Compile for inputs of these global shapes and scalars of these values, by number.
+
+    world: the mesh of a program that no annotation puts on one.
+    max_memory: bytes that a rank may hold; None for any number.
+    near_factor: above 1, the plan of other sizes is taken over if all of them are within this factor
+        (`planner.shape_reuse`).
+
+    borders: how inputs are passed and outputs returned; None for as they are annotated and as the plan leaves them.
+
+    A plan that took long is kept on disk (`planner.plan_cache`).
+    """
+    with no_collection():
+        graph = _graph(fd, shapes, scalars)
+        with World.planning(graph.in_words()):
+            found = _compiled(graph, world, max_memory, near_factor, effort, borders)
+            asked = _with_ends(graph, found, borders) if borders is not None else graph
+            return found if asked is graph else _compiled(asked, world, max_memory, 1.0, effort, borders)
+
+
+def _compiled(
+    graph: Graph, world: DeviceMesh, max_memory: float | None, near_factor: float, effort: Effort,
+    borders: Borders | None,
+) -> CompiledProgram:  # fmt: skip
+    taken = PLANS.near(graph, world, near_factor) if near_factor > 1 else None
+    if taken is not None:
+        return compile_sharded(taken.plan, max_memory, taken.source, borders)
+    sharded = planned(graph, world, lambda: decided(graph, world, effort), effort.value)
+    if near_factor > 1:
+        PLANS.keep(graph, world, sharded)
+    return compile_sharded(sharded, max_memory, borders=borders)
+
+
+def _with_ends(graph: Graph, compiled: CompiledProgram, borders: Borders) -> Graph:
+    """The graph with all free outputs annotated, where one is to be elsewhere than the program leaves it."""
+    targets = ends(compiled.sharded)
+    left = {i: targets[end] for i, end in zip(graph.outputs, compiled.graph.outputs, strict=True)}
+    made = {i for node in graph.nodes for i in node.outputs}
+    free = {i: home for i, home in left.items() if i in made and i not in graph.annotations}
+    told = {layout for i in graph.input_tensors if i in graph.annotations for layout in graph.annotations[i].dims}
+    asked = {i: borders.placed(home, graph.shape(i), told) for i, home in free.items()}
+    return graph if asked == free else graph.annotated(asked, "an output, laid out as DTensors can be")
+
+
+def decided_without(
+    fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], world: DeviceMesh, free: Collection[int],
+    effort: Effort,
+) -> ShardedDefinition | None:  # fmt: skip
+    """The plan if the inputs in `free` were not annotated; None where no other annotation is left."""
+    with no_collection():
+        graph = _graph(fd, shapes, {})
+        left = {i: sharding for i, sharding in graph.annotations.items() if i not in free}
+        with World.planning(graph.in_words()):
+            return decided(dataclasses.replace(graph, annotations=left), world, effort) if left else None
+
+
+def _graph(fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any]) -> Graph:
+    """The stages before propagation."""
+    return unify_links(split_biases(specialize(fd, shapes, scalars)))
+
+
+def decided(graph: Graph, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
+    """The best plan over all the forms in which the graph's ops may be written.
+
+    Far searches take longest: only the form that looks best is planned by them, and the one that the user wrote.
+    """
+    plain, best = _forms(graph, world, effort)
+    for other in _rewritten(graph) if effort.rewrites else ():
+        if plan_cost(best).moving > EPSILON:
+            best = better(best, _forms(other, world, effort)[1])
+    plans = (plain,) if best is plain else (plain, best)
+    return functools.reduce(better, [searched_far(plan, world, effort) for plan in plans])
+
+
+def _rewritten(graph: Graph) -> Iterator[Graph]:
+    """The graph with pads later and slices earlier, as far as that changes it."""
+    for rewriting in (Surrounded(), Picked()):
+        before, graph = graph, rewriting(graph)
+        if graph is not before:
+            yield graph
+
+
+def _forms(graph: Graph, world: DeviceMesh, effort: Effort) -> tuple[ShardedDefinition, ShardedDefinition]:
+    """The plan of the graph as it is, and the best plan over the forms in which its ops may be written."""
+
+    def plan(form: Graph) -> ShardedDefinition:
+        return searched(fuse_mean_variance(apply_distributed_forms(form, world), world), world, effort)
+
+    plain = plan(graph)
+    found = update_in_place(
+        graph, lambda form: split_concats(form, lambda last: plain if last is graph else plan(last), effort), effort
+    )
+    return plain, merge_windows(reassociate_sums(found, world, effort), world, effort)
+
+
+def compile_sharded(
+    planned: ShardedDefinition, max_memory: float | None = None, taken_from: Graph | None = None,
+    borders: Borders | None = None,
+) -> CompiledProgram:  # fmt: skip
+    """The stages after propagation; `taken_from` is the graph of other sizes that the plan was made for."""
+    sharded = widen_sums(lower_ring_ops(planned))
+    resharded = hoist_moves(insert_resharding(sharded, borders))
+    resharded.verify()
+    resharded, in_flight = _in_order(resharded, max_memory)
+    overlapped = pipeline_chunks(resharded)
+    segmented = segment(overlapped)
+    digest = digest_of(overlapped.fingerprint())
+    return CompiledProgram(planned, sharded, resharded, segmented, digest, _ranks(resharded), in_flight, taken_from)
+
+
+def _in_order(resharded: ReshardedDefinition, max_memory: float | None) -> tuple[ReshardedDefinition, int]:
+    """The moves reordered, so that moves which can be one call are neighbours, if a rank has the memory for that.
+
+    Also the most bytes that communications may then have in flight.
+    """
+    found = bucket_collectives(resharded)
+    if max_memory is None:
+        return found, IN_FLIGHT
+    if peak(found).nbytes > max_memory:
+        again = rematerialize_gathers(resharded, max_memory)
+        ways = (bucket_collectives(again, sparing=True), again)
+        found = min(ways, key=lambda way: max(peak(way).nbytes, max_memory))
+    return found, int(min(IN_FLIGHT, max(max_memory - peak(found).nbytes, 0)))
+
+
+def _ranks(resharded: ReshardedDefinition) -> tuple[int, ...]:
+    return tuple(sorted({rank for value in resharded.values for rank in value.sharding.mesh.ranks}))

@@ -1,0 +1,113 @@
+"""`fd.ops` and `fd.fusion`: a definition's ops as functions, its inputs and its outputs."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DefinitionError, caller_line, shown, user_error
+from ..ops import COMPOSITES, OPS, families
+from ..ops.base import OpDef, TensorRef
+from ..ops.binding import signature
+from ..ops.registry import find, names
+from ..ops.summary import help_text
+from ..ops.torch_names import INSTEAD
+from .checks import usage
+from .tensor_view import TensorView, Val
+
+if TYPE_CHECKING:
+    from .builder import DefinitionBuilder
+
+
+class UnknownOpError(DefinitionError, AttributeError):
+    """`fd.ops` has no such op."""
+
+
+def find_op(name: str | OpDef) -> OpDef:
+    """The op of this name; an OpDef as it is. Raises UnknownOpError, which suggests similar names."""
+    op = find(name)
+    if op is None:
+        instead = INSTEAD.get(name) if isinstance(name, str) else None
+        near = difflib.get_close_matches(name, [*names(), *COMPOSITES]) if isinstance(name, str) and not instead else []
+        raise user_error(
+            f"meshfuse has no op {shown(name)}", f"near to it {near}" if near else "", "",
+            f"{f'Write {instead}. ' if instead else ''}dir(fd.ops) lists all; mf.register_op adds one.",
+            caller_line(), UnknownOpError,
+        )  # fmt: skip
+    return op
+
+
+def help_of(name: str) -> str:
+    """A few lines on an op or composite. Raises UnknownOpError, which suggests similar names."""
+    if name in OPS or name not in COMPOSITES:
+        return help_text(find_op(name))
+    call, about = composite_help(name)
+    return f"{call}\n\n{about}\n\nWritten in other ops, which print(fd) shows: dims are sharded as theirs."
+
+
+def composite_help(name: str) -> tuple[str, str]:
+    """(how a composite is called, what it does)."""
+    function = COMPOSITES[name]
+    return usage(name, function), inspect.getdoc(function) or ""
+
+
+def listing() -> str:
+    """A line for each op of the table and each composite, by family: the call, and what it computes."""
+    parts = [f"{title}: {about}\n" + _lines((signature(op), op.about) for op in ops)
+             for title, (about, ops) in families().items()]  # fmt: skip
+    written = (composite_help(name) for name in COMPOSITES if name not in OPS)
+    parts.append(
+        "composites: Written in other ops.\n" + _lines((call, about.partition("\n")[0]) for call, about in written)
+    )
+    return "\n\n".join([*parts, "meshfuse ops NAME says how one may be sharded."])
+
+
+def _lines(ops: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(f"  {call}\n      {about}" if len(call) > 40 else f"  {call:40}  {about}" for call, about in ops)
+
+
+# An op or composite of a definition as a function. Its `__doc__`, for help(fd.ops.sum), is that of this one.
+class OpFunction(functools.partial[Any]):
+    @property
+    def __doc__(self) -> str:
+        return help_of(self.args[0])
+
+    def __repr__(self) -> str:
+        return f"<fd.ops.{self.args[0]}>"
+
+
+class OpNamespace:
+    """`fd.ops`: every op of the table, every registered one and every composite, as a function."""
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, fd: DefinitionBuilder):
+        self._fd = fd
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name in COMPOSITES:
+            return OpFunction(self._fd.call_composite, name)
+        find_op(name)
+        return OpFunction(self._fd.call_with_keywords, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted([*names(), *COMPOSITES])
+
+
+class Fusion:
+    """nvFuser's view of a definition as a graph: `fd.fusion.inputs()` and `outputs()`."""
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, fd: DefinitionBuilder):
+        self._fd = fd
+
+    def inputs(self) -> list[TensorView | Val]:
+        """The inputs in the order of their definition."""
+        return [TensorView(self._fd, r) if isinstance(r, TensorRef) else Val(self._fd, r) for r in self._fd.inputs]
+
+    def outputs(self) -> list[TensorView]:
+        return [TensorView(self._fd, TensorRef(i)) for i in self._fd.outputs]

@@ -1,0 +1,131 @@
+"""Records when a real rank's kernels, communications and waits run, for `meshfuse trace`.
+
+The times are the host's: on CPU a kernel's own, on a GPU those of its launch. Each kernel is also a range of its name
+in torch's profiler, which knows the device's times.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError, DefinitionError, caller_line, user_error
+from ..host_ir import HostProgram
+from ..lowering.instructions import CommunicationCall, group_name
+from .spans import Span, SpanKind, make_writable, write_trace
+
+# The folder that traces go to; nothing is recorded where it is not set.
+VARIABLE = "MESHFUSE_TRACE"
+
+
+class Recorder:
+    """The spans of one rank, written to a file when the process ends."""
+
+    def __init__(self, rank: int, folder: str):
+        self.spans: list[Span] = []
+        self.begin = time.perf_counter()
+        self._rank, self._path = rank, os.path.join(folder, f"rank{rank}.json")
+        atexit.register(self._write)
+
+    def _write(self) -> None:
+        """Write the file at the rank's end, where an error would not change anything any more."""
+        try:
+            write_trace(self._path, self._rank, self.spans)
+        except DefinitionError as error:
+            print(f"rank {self._rank}: {error}", file=sys.stderr)
+
+    def now(self) -> float:
+        """Seconds since the recorder was made."""
+        return time.perf_counter() - self.begin
+
+    def add(self, kind: SpanKind, name: str, start: float) -> None:
+        """Add a span that began at `start` and ends now."""
+        self.spans.append(Span(kind, name, start, self.now()))
+
+    def watch(self, scope: dict[str, Any], program: HostProgram) -> None:
+        """Replace a bound program's kernels and groups by recording ones, where that has not been done."""
+        for kernel in program.kernels:
+            if not isinstance(scope[kernel.name], _RecordedKernel):
+                scope[kernel.name] = _RecordedKernel(self, kernel.name, scope[kernel.name])
+        calls = [i for i in program.instructions if isinstance(i, CommunicationCall)]
+        for group in program.groups:
+            name = group_name(group)
+            if not isinstance(scope[name], _RecordedGroup):
+                names = [f"{c.kind} {c.about.tensor} ({c.work})" for c in calls if c.group == group]
+                scope[name] = _RecordedGroup(self, scope[name], names)
+
+
+@functools.cache
+def recorder(rank: int) -> Recorder | None:
+    """This process's recorder; None where no trace was asked for."""
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        return None
+    try:
+        make_writable(folder)
+    except OSError as error:
+        raise user_error(VARIABLE, f"{folder!r} ({error.strerror})", "a folder that can be written to",
+                         "Unset it, or name another.", caller_line(), ArgumentError) from None  # fmt: skip
+    return Recorder(rank, folder)
+
+
+class _RecordedKernel:
+    """A kernel's function that records its calls."""
+
+    def __init__(self, owner: Recorder, name: str, function: Callable[..., Any]):
+        self.owner, self.name, self.function = owner, name, function
+
+    def __call__(self, *arguments: Any) -> Any:
+        start = self.owner.now()
+        with torch.profiler.record_function(self.name):
+            made = self.function(*arguments)
+        self.owner.add("kernel", self.name, start)
+        return made
+
+
+class _RecordedGroup:
+    """A group that records its communications, under the names that the program has for them in this order."""
+
+    def __init__(self, owner: Recorder, group: Any, names: list[str]):
+        self.owner, self.group, self.names = owner, group, names
+        self.issued = 0
+
+    def __getattr__(self, kind: str) -> Any:
+        return functools.partial(self._issue, getattr(self.group, kind))
+
+    def _issue(self, method: Callable[..., Any], *arguments: Any) -> _RecordedWork:
+        name = self.names[self.issued % len(self.names)]
+        self.issued += 1
+        start = self.owner.now()
+        return _RecordedWork(self.owner, name, start, method(*arguments))
+
+
+class _RecordedWork:
+    """A work that records when it ended, as far as its backend tells, and how long the rank waited for it."""
+
+    def __init__(self, owner: Recorder, name: str, start: float, work: Any):
+        self.owner, self.name, self.work = owner, name, work
+        self.begun = [start]  # Emptied by the first who says that it is over: this thread or the backend's.
+        future = getattr(getattr(work, "_handle", None), "get_future", None)
+        if future is not None:
+            # The works of a backend without futures are over when they are waited for.
+            with contextlib.suppress(RuntimeError):
+                future().add_done_callback(lambda _: self._over())
+
+    def _over(self) -> None:
+        with contextlib.suppress(IndexError):
+            self.owner.add("communication", self.name, self.begun.pop())
+
+    def wait(self) -> None:
+        start = self.owner.now()
+        self.work.wait()
+        self.owner.add("wait", self.name, start)
+        self._over()

@@ -1,0 +1,360 @@
+"""One rank's program on the real group of processes."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from enum import Enum
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..compiler import CompiledProgram
+from ..errors import RankError, SourceLine, user_error
+from ..host_ir import HostProgram, digest_of
+from ..lowering.instructions import CommunicationCall
+from ..lowering.segments import Segment
+from ..mesh import DeviceMesh
+from ..ops.base import ScalarRef
+from ..planner.shape_reuse import RENEWED
+from ..runtime.reductions import dense
+from ..runtime.world import World
+from ..sharding.data import INTEGERS, unshard
+from ..sharding.value import Sharding
+from .arguments import Inputs
+from .bind import bind_program, communication_of, instruction_at, instruction_of, line_in_main
+from .graphs import Main
+from .kernel_errors import kernel_errors
+from .modes import modes_are_on, without_modes
+from .record import recorder
+from .segments import Segments
+
+if TYPE_CHECKING:
+    from ..definition.builder import DefinitionBuilder
+
+# Called with every program that has run on this rank, for profilers.
+finished: list[Callable[[RankProgram], None]] = []
+
+
+def check_world(fd: DefinitionBuilder, size: int, idle_ranks: bool, line: SourceLine) -> None:
+    """Raises DefinitionError where the meshes do not fit the ranks that there are."""
+    ranks = named_ranks(fd, size)
+    if max(ranks) >= size:
+        largest = max(_meshes(fd), key=lambda mesh: max(mesh.ranks))
+        raise user_error(
+            f"the mesh is larger than the world: {largest}", f"{size} rank{'s' if size > 1 else ''}",
+            f"{max(ranks) + 1} ranks",
+            f"Start them with 'meshfuse run --ranks {max(ranks) + 1} script.py', or use fd.simulate.", line,
+        )  # fmt: skip
+    if len(ranks) < size and not idle_ranks:
+        raise user_error(
+            "the world is larger than the mesh", f"{size} ranks, of which the meshes use {list(ranks)}",
+            "a mesh of all ranks", f"Start {len(ranks)} ranks, or pass idle_ranks=True to execute.", line,
+        )  # fmt: skip
+
+
+def named_ranks(fd: DefinitionBuilder, size: int) -> tuple[int, ...]:
+    """The ranks of the meshes that a definition names; all of them where it names none."""
+    return tuple(sorted({rank for mesh in _meshes(fd) for rank in mesh.ranks})) or tuple(range(size))
+
+
+def _meshes(fd: DefinitionBuilder) -> list[DeviceMesh]:
+    return [a.mesh for a in fd.annotations.values() if a.mesh is not None]
+
+
+def check_same_arguments(fd: DefinitionBuilder, given: Inputs, world: World) -> None:
+    """Raises RankError on every rank where ranks were given different global arguments; reads each argument once."""
+    said = [f"{fd.tensors[i].label}: a sum of bits of {sum_of_bits(t)}" for i, t in given.tensors.items()]
+    text = "\n".join([*said, *scalar_lines(given)])
+    world.meetings.check_same(digest_of(text), "the global arguments", world.all_ranks, lambda: text, _SAME_ARGUMENTS)
+
+
+def scalar_lines(given: Inputs) -> list[str]:
+    """A line of text for each scalar of a call, to compare over ranks."""
+    return [f"scalar s{i}: {value!r}" for i, value in given.scalars.items()]
+
+
+_SAME_ARGUMENTS = (
+    "fd(...) takes whole tensors, the same on all ranks: seed torch alike (torch.manual_seed(0)), or pass each rank "
+    "its own shards with fd.execute."
+)
+
+
+def sum_of_bits(tensor: torch.Tensor) -> int:
+    """A checksum: the elements' bits as integers, each times an odd number that its place gives, added up.
+
+    Other numbers almost surely have another sum, and so have the same numbers in another order (a shuffled data set).
+    """
+    flat = dense(tensor.detach().contiguous().reshape(-1))
+    bits, found = flat.view(INTEGERS[min(tensor.element_size(), 8)]), 0
+    for start in range(0, bits.numel(), _AT_ONCE):
+        part = bits[start : start + _AT_ONCE]
+        places = torch.arange(start, start + part.numel(), device=part.device)
+        found += int((part * (places * _SPREAD | 1)).sum(dtype=torch.int64))
+    return found
+
+
+_AT_ONCE = 1 << 20
+_SPREAD = 0x5851F42D4C957F2D
+
+
+class _Phase(Enum):
+    """How far a call has come.
+
+    Before its program runs, while all ranks compile it, in the program, while whole outputs are gathered, or after all
+    that ranks do together.
+    """
+
+    BEFORE, COMPILING, RUNNING, GATHERING, OVER = range(5)
+
+
+class RankProgram:
+    """A compiled program bound to this rank's process groups.
+
+    Raises RankError on every rank of its meshes where their programs differ; on ranks outside of them it does nothing.
+
+    source: the definition's text, which the ranks of its meshes compare, with the plan, before the first execution.
+    backend: what runs the segments, one of `backends.assignment.NAMES`.
+    ranks: those of the meshes that the definition names.
+    renew: makes a program with a plan of its own, where this one's was taken over and it is executed often.
+    capture: makes what runs a step in place of the program's main function, once its segments are compiled.
+
+    Where a call is: `step` is its number (after the call, the last one's), `running` whether its program is under way,
+    `_phase` how far it has come, `_gathered` which output is being gathered. From these a rank tells others where it
+    is.
+
+    Who runs it: `ranks` are those that compare it and its calls, none where this rank has no part in it.
+
+    What runs: `_main` is the program's main function; `_run` is what a step calls, `_main` or what was captured of it.
+    `_calls` counts the steps of this plan. Before step `_due` segments are compiled (None: they are, or there are
+    none); before step `_renewal` the plan is made anew (None: it stays).
+    """
+
+    def __init__(
+        self, compiled: CompiledProgram, world: World, device: torch.device, source: str, backend: str,
+        ranks: Sequence[int], renew: Callable[[], CompiledProgram] | None = None,
+        capture: Callable[[HostProgram, Main], Main] | None = None,
+    ):  # fmt: skip
+        self.world, self.device, self._source, self._backend = world, device, source, backend
+        self.step, self.running, self._phase, self._gathered = 0, False, _Phase.OVER, 0
+        self._capture, self._compiling = capture, threading.Lock()
+        self._renew, self._renewal = renew, RENEWED if compiled.taken_from is not None else None
+        self._named, self.ranks = ranks, ()
+        with world.turns:
+            self._bind(compiled)
+
+    def _bind(self, compiled: CompiledProgram) -> None:
+        """Make this the program that runs, if all of its ranks have the same. Raises RankError where they differ."""
+        world, graph = self.world, compiled.graph
+        together = tuple(sorted({*self._named, *compiled.ranks}))
+        self.ranks = together if world.rank in together else ()
+        text = agreed_text(compiled, self._source, self._backend)
+        world.meetings.check_same(digest_of(text), "the program", self.ranks, lambda: text)
+        active = world.rank in compiled.ranks
+        if active:
+            with World.planning(graph.in_words()):
+                self._bind_program(compiled)
+        self.compiled, self.active = compiled, active
+        self._scalars = [(i, ref.id) for i, ref in enumerate(graph.inputs) if isinstance(ref, ScalarRef)]
+        made = graph.tensors[graph.outputs[0]]
+        self.line = made.line
+        self.name = f"the definition of {made.label} at {made.line} (plan {compiled.digest})"
+        self._calls, self._due = 0, self.segments.due if active else None
+
+    def _bind_program(self, compiled: CompiledProgram) -> None:
+        program = compiled.host_program(self.world.rank)
+        labels = group_labels(program)
+        bound = bind_program(program, lambda ranks: self.world.group(ranks, labels[ranks]), self.device)
+        segments = Segments(bound, program, compiled.segmented, self.device, self._backend)
+        self._recorder = recorder(self.world.rank)
+        run = bound.main
+        if self._capture is not None:
+            # What no graph can do is refused here, also where segments are compiled before the capture.
+            captured = self._capture(program, run)
+            run = captured if segments.due is None else run
+        self.program, self.bound, self.segments, self._main, self._run = program, bound, segments, bound.main, run
+
+    def run(self, arguments: Sequence[Any], state: tuple[int, int], step: int, whole: bool = False) -> list[Any]:
+        """This rank's results, or with `whole` the global outputs, which every rank gets.
+
+        state: (seed, offset), from which random numbers follow.
+        step: how many steps came before.
+
+        No gradients are recorded: a definition's own come from `fd.grad`. The error of a collective that fails names
+        its tensor, the step and the user's line.
+        """
+        self.step, outer = step + 1, self._phase  # An op's function may call the definition that it is in.
+        try:
+            self._phase = _Phase.BEFORE
+            with self.world.turns:
+                if not modes_are_on():
+                    out = self._run_step(arguments, *state)
+                else:
+                    with without_modes(self.device):
+                        out = self._run_step(arguments, *state)
+                self._phase = _Phase.GATHERING if whole else _Phase.OVER
+                return self._gather(out) if whole else out
+        except BaseException as error:
+            if isinstance(error, RankError):
+                self._locate(error)
+            self._leave_off(error)
+            raise
+        finally:
+            self._phase = outer
+
+    def _run_step(self, arguments: Sequence[Any], seed: int, offset: int) -> list[Any]:
+        self.running, recording = True, torch.is_grad_enabled()
+        try:
+            torch._C._set_grad_enabled(False)
+            if self._calls == self._renewal:
+                self._plan_anew()
+            before = self._calls
+            self._calls += 1
+            self.world.begin(self, self.ranks, self._numbers(arguments) if self._scalars else "")
+            if not self.active:
+                return self._told([None] * len(self.compiled.graph.outputs))
+            # Threads of a process without peers, and functions of ops, may run the program while it is being compiled.
+            if self._due is not None and before >= self._due and self._compiling.acquire(blocking=False):
+                try:
+                    self._compile(arguments, seed, offset)
+                finally:
+                    self._compiling.release()
+            if self._recorder is not None:
+                self._recorder.watch(self.bound.scope, self.program)
+            self._phase = _Phase.RUNNING
+            try:
+                out = list(self._run(*arguments, seed, offset))
+            except Exception:
+                with kernel_errors(self.bound, self.program):  # Entered at every step it would take a microsecond.
+                    raise
+            self._phase = _Phase.OVER
+            return self._told(out)
+        finally:
+            self.running = False
+            torch._C._set_grad_enabled(recording)
+
+    def _numbers(self, arguments: Sequence[Any]) -> str:
+        """The scalars of a call as text, which all ranks of the program must have alike."""
+        return f"with {', '.join(f's{number} = {arguments[i]!r}' for i, number in self._scalars)}: "
+
+    def _plan_anew(self) -> None:
+        """Plan for these very sizes; all ranks do so at the same call."""
+        assert self._renew is not None
+        self._renewal = None
+        compiled = self._renew()
+        if compiled.digest != self.compiled.digest:
+            self._bind(compiled)
+        else:
+            self.compiled = compiled
+
+    def _told(self, out: list[Any]) -> list[Any]:
+        for tell in finished:
+            tell(self)
+        return out
+
+    def _compile(self, arguments: Sequence[Any], seed: int, offset: int) -> None:
+        """Compile the segments, all ranks one segment at a time, so that no rank waits long for another's compiler.
+
+        An extra execution with the same random numbers first finds the arguments of each segment. Where an error ends
+        that execution, the next call compiles. Nothing where another thread has just done it.
+        """
+        if self._due is None:
+            return
+        with self.segments.recorded(), kernel_errors(self.bound, self.program):
+            self._main(*arguments, seed, offset)
+        self._phase = _Phase.COMPILING
+        waits = any(not isinstance(part, Segment) for part in self.compiled.segmented.parts)
+        ranks = self.compiled.ranks if waits else ()
+        while self.world.meetings.any(self.segments.compile_next, "compiling segments", ranks):
+            pass
+        self._due = None
+        if self._capture is not None:
+            self._run = self._capture(self.program, self._main)
+
+    def _locate(self, error: RankError) -> None:
+        """Add to an error the collective that it came from, its tensor, what that is for, and the user's line."""
+        found = instruction_at(self.bound, error.__traceback__) if self.active else None
+        about = communication_of(self.program, found) if self.active else None
+        if error.where is None:
+            place = f"{self.name if about is None else about.said} in step {self.step}: "
+            error.where = self.line if about is None else about.line
+            error.args, error.ended = (place + error.args[0], *error.args[1:]), place + error.ended
+
+    def _leave_off(self, error: BaseException) -> None:
+        """Tell the world of an error that ended a call.
+
+        The script may catch it, and go on with this step or the next.
+        """
+        phase, turns = self._phase, self.world.turns
+        if self.world.size == 1:
+            return
+        if phase is _Phase.GATHERING:
+            turns.leave_off(f"step {self.step} of {self.name}, output {self._gathered}", self.world.all_ranks, error)
+        elif self.active:
+            traces = (error.__traceback__, getattr(error.__cause__, "__traceback__", None))  # a KernelError has a cause
+            line = max(line_in_main(self.bound, trace) for trace in traces)
+            if not line and isinstance(error, Exception if phase is _Phase.COMPILING else RankError):
+                return  # All ranks have this error, from the same meeting.
+            sent = [place for place, i in self.bound.where.items() if isinstance(i, CommunicationCall)]
+            end = {_Phase.RUNNING: line, _Phase.OVER: math.inf}.get(phase, 0)
+            if sent:
+                before = sum(place < end for place in sent)
+                where = f"step {self.step} of {self.name}, after {before} of {len(sent)} communications"
+                turns.leave_off(where, self.compiled.ranks, error)
+
+    def place(self, frame: FrameType | None) -> str:
+        """Where in the program a thread with this innermost frame is, in words: for other ranks, and for last words."""
+        about = communication_of(self.program, instruction_of(self.bound, frame)) if self.active else None
+        when = f"{'in' if self.running else 'after'} step {self.step}"
+        return when if about is None else f"{about.said} {when} at {about.line}"
+
+    def _gather(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
+        """The global outputs on every rank, from every rank's shards."""
+        graph, out = self.compiled.graph, []
+        rows = zip(graph.outputs, self.compiled.output_shardings(), outputs, strict=True)
+        for self._gathered, (tensor, sharding, local) in enumerate(rows):
+            kind = graph.tensors[tensor].type
+            dtype = getattr(torch, kind.dtype.value)
+            with torch.no_grad():
+                out.append(gather_output(self.world, local, sharding, kind.shape, dtype, self.device))
+        return out
+
+
+def agreed_text(compiled: CompiledProgram, source: str, backend: str) -> str:
+    """The text that must be equal on all ranks of a program: the definition, the shapes and the plan made for them."""
+    graph = compiled.graph
+    shapes = [f"{graph.tensors[i].label}: global shape {list(graph.shape(i))}" for i in graph.input_tensors]
+    return "\n".join([source, *shapes, f"backend {backend}", f"plan {compiled.digest}"])
+
+
+def group_labels(program: HostProgram) -> dict[tuple[int, ...], str]:
+    """By group of a program, the mesh axes of the first communication in it."""
+    labels: dict[tuple[int, ...], str] = {}
+    for instruction in program.instructions:
+        if isinstance(instruction, CommunicationCall):
+            labels.setdefault(instruction.group, instruction.about.axes or "of two meshes")
+    return labels
+
+
+def gather_output(
+    world: World,
+    local: torch.Tensor | None,
+    sharding: Sharding,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """A global tensor on every rank of the world, from the shards on its mesh; shards are padded to one size."""
+    count = sharding.max_local_numel(shape)
+    mine = torch.zeros(count, dtype=dtype, device=device)
+    if local is not None:
+        mine[: local.numel()] = local.reshape(-1)
+    everyone = torch.empty(count * world.size, dtype=dtype, device=device)
+    world.group(world.all_ranks, "outputs").all_gather(everyone, mine).wait()
+    shards: dict[int, torch.Tensor] = {}
+    for rank in sharding.mesh.ranks:
+        part = sharding.local_shape(shape, rank)
+        shards[rank] = everyone[rank * count : rank * count + math.prod(part)].view(part)
+    return unshard(shards, sharding, shape)

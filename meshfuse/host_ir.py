@@ -1,0 +1,445 @@
+"""From segments and moves to the program of one rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import SourceLine, file_name
+from .graph import Graph
+from .lowering.bucketed_calls import buckets, lower_bucket
+from .lowering.buffer_checker import BufferChecker
+from .lowering.collectives import MoveContext, lower_move
+from .lowering.durations import CostModel
+from .lowering.effects import Effects, effects, mentioned
+from .lowering.fusable_copies import fusable_copies, fusible_parts
+from .lowering.fuse_copies import fuse_copies
+from .lowering.instructions import (
+    BufferPart,
+    Collective,
+    Communication,
+    CommunicationCall,
+    Free,
+    Instruction,
+    Kernel,
+    Launch,
+    Meeting,
+    SendRecv,
+    Wait,
+    group_name,
+    meeting_place,
+)
+from .lowering.kernel_text import dying, functions, origin, scalar_params, scalar_text
+from .lowering.liveness import with_frees
+from .lowering.loops import lower_loop
+from .lowering.op_text import OpText
+from .lowering.overlapped import ChunkLoop
+from .lowering.schedule import IN_FLIGHT, schedule
+from .lowering.segments import Segment, SegmentedDefinition
+from .ops import OPS
+from .ops.base import FactorKind, OpDef, Rule, ScalarRef
+from .reshard.hoist_moves import local_cost
+from .reshard.steps import Move, wire_elements
+from .resharding import Compute, Set, Value
+from .sharding import layout as lay
+
+
+@dataclass(frozen=True, slots=True)
+class HostProgram:
+    """The program of one rank.
+
+    `params` are the inputs' names, `outputs` the names returned (None for an output that this rank has no part of).
+    `digest` names the definition and the shapes that it was made from, and is equal on all ranks. `notes` are (kernel,
+    what computes it and why), for a reader.
+    """
+
+    rank: int
+    params: tuple[str, ...]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[str | None, ...]
+    digest: str
+    notes: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Every kernel once, in the order of the first launches."""
+        return tuple(dict.fromkeys(i.kernel for i in self.instructions if isinstance(i, Launch)))
+
+    @property
+    def functions(self) -> Mapping[str, Callable[..., Any]]:
+        """The functions of registered ops that the kernels call as OP.name."""
+        return {name: function for kernel in self.kernels for name, function in kernel.functions}
+
+    @property
+    def communications(self) -> tuple[Communication, ...]:
+        """This rank's communications, in order: each message of a transfer, each part of a call that does several."""
+        calls = [i.about for i in self.instructions if isinstance(i, CommunicationCall)]
+        return tuple(part for about in calls for part in about.parts or (about,))
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The groups that the program communicates in, in the order of their first use."""
+        return tuple(dict.fromkeys(i.group for i in self.instructions if isinstance(i, CommunicationCall)))
+
+    def source(self, simulated: bool = False) -> str:
+        """The program as Python: a function `main`; with `simulated` a generator that yields where it would wait."""
+        return "\n".join(self.lines(simulated)[0])
+
+    def lines(self, simulated: bool = False) -> tuple[list[str], Mapping[int, Instruction]]:
+        """(the lines of `source`, by line number from 1 the instruction that the line belongs to)."""
+        out: list[str] = []
+        where: dict[int, Instruction] = {}
+        for kernel in self.kernels:
+            out += [*kernel.source(), ""]
+        out.append(f"def main({', '.join([*self.params, 'seed=0', 'offset=0'])}):")
+        for instruction in self.instructions:
+            out.append("    " + _text(instruction, simulated))
+            where[len(out)] = instruction
+        out.append(f"    return ({''.join(f'{name}, ' for name in self.outputs)})")
+        if simulated and not any(isinstance(i, Wait) for i in self.instructions):
+            out.append("    yield")
+        return out, where
+
+    def __str__(self) -> str:
+        out = [f"# rank {self.rank}", "import torch", "import torch.nn.functional as F", "import meshfuse.kernels as K"]
+        out.append("M = meshfuse.executor.buffers.device_memory(device)")
+        for group in self.groups:
+            out.append(f"{group_name(group)} = world.group({group})")
+        out += [f"# OP.{name}: {_where(function)}" for name, function in self.functions.items()]
+        out.append("")
+        lines, where = self.lines()
+        known = dict(self.notes)
+        notes = {kernel.head: f"  # {known[kernel.name]}" for kernel in self.kernels if kernel.name in known}
+        for number, line in enumerate(lines, 1):
+            out.append(line + (notes.get(line) or _comment(where.get(number))))
+        return "\n".join(out)
+
+
+def _text(instruction: Instruction, simulated: bool) -> str:
+    if simulated and isinstance(instruction, Wait):
+        return f"yield {instruction.work}"
+    return instruction.source()
+
+
+def _comment(instruction: Instruction | None) -> str:
+    if isinstance(instruction, (Launch, BufferPart)) and instruction.note:
+        return f"  # {instruction.note}"
+    if not isinstance(instruction, CommunicationCall):
+        return ""
+    about = instruction.about
+    return f"  # {about.tensor}: {about.move}; {about.wire:.0f} bytes; {about.why} {about.line}"
+
+
+def _where(function: Callable[..., Any]) -> str:
+    """Where a registered op's function is written."""
+    code = getattr(function, "__code__", None)
+    return f"{file_name(code.co_filename)}:{code.co_firstlineno}" if code else repr(function)
+
+
+def digest_of(text: str) -> str:
+    """A short name for a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def verify(program: HostProgram) -> None:
+    """Check one program: names exist when they are used and are freed once; memory is written, then read.
+
+    In particular each work is waited for exactly once, before what it writes is read and before what it reads is
+    written or freed (`buffer_book.Book`). Raises AssertionError.
+    """
+    tensors = [name for name in program.params if name.startswith("v")]
+    alive, book = set(tensors), BufferChecker(tensors)
+    for instruction in program.instructions:
+        if isinstance(instruction, Free):
+            assert alive.issuperset(instruction.names), f"freed twice: {instruction}"
+            book.free(instruction.names)
+            alive.difference_update(instruction.names)
+        elif isinstance(instruction, Wait):
+            book.finish(instruction.work)
+        else:
+            found = effects(instruction)
+            _verify_names(instruction, found, alive)
+            book.step(instruction, found)
+    assert not book.in_flight, f"never waited for: {book.in_flight}"
+    outputs = set(filter(None, program.outputs))
+    assert alive.issuperset(outputs)
+    book.read_all(outputs)
+    assert not (alive & mentioned(program.instructions)).difference(outputs), "never freed"
+
+
+def _verify_names(instruction: Instruction, found: Effects, alive: set[str]) -> None:
+    needed = {*found.reads, *found.writes, *([found.shares] if found.shares else [])}
+    assert alive.issuperset(needed), f"reads what is not there: {instruction}"
+    assert alive.isdisjoint(found.makes), f"made twice: {instruction}"
+    alive.update(found.makes)
+
+
+def verify_together(programs: Sequence[HostProgram]) -> None:
+    """Check that all ranks agree on the order of their communications, in every group and across groups.
+
+    A group's collectives come in one order, with equal kinds and sizes. Every message is received. And no rank comes to
+    a communication that another reaches only after one that waits for this rank, even if each waits for all of its
+    ranks.
+    """
+    orders: dict[tuple[int, ...], tuple[int, list[tuple[object, ...]]]] = {}
+    sent: dict[tuple[int, int], list[tuple[int, str]]] = {}
+    received: dict[tuple[int, int], list[tuple[int, str]]] = {}
+    assert len({p.digest for p in programs}) == 1
+    for program in programs:
+        for group, order in _collective_orders(program).items():
+            first = orders.setdefault(group, (program.rank, order))
+            assert first[1] == order, f"ranks {first[0]} and {program.rank} differ in group {group}"
+        for message in (i for i in program.instructions if isinstance(i, SendRecv)):
+            ends = message.ends(program.rank)
+            (sent if message.kind == "send" else received).setdefault(ends, []).append(message.payload)
+    assert sent == received, "a message is sent and not received, or the other way round"
+    _verify_members(orders, programs)
+    _verify_meetings(programs)
+
+
+def _collective_orders(program: HostProgram) -> dict[tuple[int, ...], list[tuple[object, ...]]]:
+    orders: dict[tuple[int, ...], list[tuple[object, ...]]] = {}
+    for instruction in program.instructions:
+        if isinstance(instruction, Collective):
+            count, dtype = instruction.payload
+            agreed = () if instruction.kind == "all_to_all" else (count,)
+            orders.setdefault(instruction.group, []).append((instruction.kind, instruction.work, dtype, *agreed))
+    return orders
+
+
+def _verify_members(orders: Mapping[tuple[int, ...], object], programs: Sequence[HostProgram]) -> None:
+    groups_of = {program.rank: set(_collective_orders(program)) for program in programs}
+    for group in orders:
+        assert all(group in groups_of.get(rank, ()) for rank in group), f"a rank is missing in {group}"
+
+
+def _meetings(program: HostProgram) -> list[tuple[Meeting, int]]:
+    """All that a rank takes part in, in order, and how many ranks come to each.
+
+    Before the first message in a group all of its ranks connect, which is a meeting, too.
+    """
+    numbers: Counter[object] = Counter()
+    known: set[tuple[int, ...]] = set()
+    found: list[tuple[Meeting, int]] = []
+    for i in program.instructions:
+        if isinstance(i, CommunicationCall):
+            place, size = meeting_place(program.rank, i)
+            if i.group not in known and isinstance(i, SendRecv):
+                found.append(((("connecting", i.group), 1), len(i.group)))
+            known.add(i.group)
+            numbers[place] += 1
+            found.append(((place, numbers[place]), size))
+    return found
+
+
+def _verify_meetings(programs: Sequence[HostProgram]) -> None:
+    """Let all ranks go through their meetings, each of which is over when all have come: all must get to their ends."""
+    left = {program.rank: _meetings(program)[::-1] for program in programs}
+    waiting: dict[object, list[int]] = {}
+    moving = [program.rank for program in programs]
+    while moving:
+        rank = moving.pop()
+        if not left[rank]:
+            continue
+        meeting, size = left[rank][-1]
+        there = waiting.setdefault(meeting, [])
+        there.append(rank)
+        if len(there) == size:
+            for member in waiting.pop(meeting):
+                left[member].pop()
+                moving.append(member)
+    assert not waiting, f"ranks wait for each other: {waiting}"
+
+
+def lower_to_host_ir(segmented: SegmentedDefinition, rank: int, digest: str, in_flight: int = IN_FLIGHT) -> HostProgram:
+    """The program of a rank: its kernels, its part in every collective, and the frees of its buffers.
+
+    `in_flight` is the most bytes of communications that are issued before they are needed.
+    """
+    return RankLowering(segmented, rank, digest).run(in_flight)
+
+
+class RankLowering:
+    """What the instructions of all parts of a program are made from.
+
+    By value: `names` (for an input that is several values, that of the first one), `readers`, the number of steps and
+    outputs that read it, and `fresh`: it is in memory of its own, so that an only reader may write there. `fusible`
+    tells beside which values each segment's kernel may do the copies.
+    """
+
+    def __init__(self, segmented: SegmentedDefinition, rank: int, digest: str):
+        self.segmented, self.rank, self.digest = segmented, rank, digest
+        # Asked for at every op: looked up once.
+        self.graph: Graph = segmented.resharded.graph
+        self.values: Sequence[Value] = segmented.resharded.values
+        self.instructions: list[Instruction] = []
+        self.names = [f"v{v}" for v in range(len(self.values))]
+        self._taken: set[str] = set()
+        self.readers = _reader_counts(segmented)
+        self.fresh = _fresh_values(segmented)
+        self.fusible = fusible_parts(segmented)
+        self._spared = fusable_copies(segmented, self.fusible)
+        self._texts = OpText(rank, self.scalar_text)
+        self._costs: dict[tuple[int, int], tuple[float, float]] = {}
+        self._move_texts: dict[Move, tuple[str, str, str]] = {}
+
+    def run(self, in_flight: int) -> HostProgram:
+        """The whole program, scheduled and with frees."""
+        self._name_inputs()
+        for part in buckets(self.segmented.resharded, self.segmented.parts):
+            if isinstance(part, Segment):
+                self._launch(part)
+            elif isinstance(part, ChunkLoop):
+                self.instructions.extend(lower_loop(self, part))
+            else:
+                self._communicate(part)
+        resharded = self.segmented.resharded
+        outputs = tuple(self.name(v) if self.rank in self.values[v].sharding.mesh else None for v in resharded.outputs)
+        model = CostModel.of(dict.fromkeys(v.sharding.mesh for v in self.values))
+        kept = {*filter(None, outputs)}
+        body = fuse_copies(schedule(self.instructions, model, in_flight), self.fusible, kept, in_flight)
+        body = with_frees(body, keep=kept)
+        return HostProgram(self.rank, self._params(), tuple(body), outputs, self.digest)
+
+    def _name_inputs(self) -> None:
+        """Give an input that is whole on several meshes, a value on each, one name."""
+        first: dict[int, str] = {}
+        for v in self.segmented.resharded.inputs:
+            self.names[v] = first.setdefault(self.values[v].tensor, self.names[v])
+
+    def name(self, value: int) -> str:
+        return self.names[value]
+
+    def _params(self) -> tuple[str, ...]:
+        graph = self.graph
+        values = iter(self.segmented.resharded.inputs)
+        return tuple(f"s{ref.id}" if isinstance(ref, ScalarRef) else f"v{next(values)}" for ref in graph.inputs)
+
+    # kernels --------------------------------------------------------------------------------------------------
+
+    def _launch(self, part: Segment) -> None:
+        if self.rank not in part.computes[0].placement.results[0].mesh:
+            return
+        lines, origins = self._kernel_lines(part)
+        inputs = tuple(dict.fromkeys(map(self.name, part.inputs)))
+        outputs = tuple(f"v{v}" for v in part.outputs)
+        params = (*inputs, *scalar_params(self.graph, part.computes, lines))
+        work = tuple(map(self.cost, part.computes))
+        called = functions(self.graph, part.computes)
+        kernel = Kernel(part.name, params, tuple(lines), outputs, called, work, origins=tuple(origins))
+        self.instructions.append(Launch(kernel, params, outputs))
+
+    def cost(self, compute: Compute) -> tuple[float, float]:
+        """(operations, bytes read and written at least) of an op on one rank."""
+        call = self.graph.nodes[compute.node].call
+        key = (id(call), id(compute.placement))
+        if key not in self._costs:
+            self._costs[key] = local_cost(call, compute.placement)
+        return self._costs[key]
+
+    def _kernel_lines(self, part: Segment) -> tuple[list[str], list[tuple[str, SourceLine]]]:
+        """(the ops' lines, with values dropped after their last use; for each line the op and the user's line)."""
+        dead = dying(part)
+        lines: list[str] = []
+        origins: list[tuple[str, SourceLine]] = []
+        for place, compute in enumerate(part.computes):
+            node, names = self.graph.nodes[compute.node], self.names
+            operands, results = [names[v] for v in compute.inputs], [names[v] for v in compute.outputs]
+            made, in_new_memory = self._texts.statements(node, compute.placement, operands, results)
+            lines += made
+            if in_new_memory:
+                self.fresh.add(compute.outputs[-1])
+            if dead[place] and place + 1 < len(part.computes):
+                lines.append(f"del {', '.join(dead[place])}")
+            origins += [origin(node)] * (len(lines) - len(origins))
+        return lines, origins
+
+    def scalar_text(self, value: Any) -> str:
+        """Python text of a scalar argument."""
+        return scalar_text(self.graph, value)
+
+    # moves ----------------------------------------------------------------------------------------------------
+
+    def _communicate(self, steps: Sequence[Set]) -> None:
+        """Lower moves; several at once may be one call."""
+        mine = [s for s in steps if self.rank in s.move.src.mesh or self.rank in s.move.dst.mesh]
+        moves = [self.move_context(s, self.name(s.source), f"v{s.target}", self.is_fresh(s.source)) for s in mine]
+        if len(moves) > 1 and len(moves[0].group) > 1:
+            self.instructions += lower_bucket(moves)
+        else:
+            self.instructions += [made for c in moves for made in lower_move(c)]
+
+    def move_context(self, step: Set, source: str, target: str, fresh: bool) -> MoveContext:
+        """A move on this rank, from a buffer to a new one of these names."""
+        tensor = self.graph.tensors[self.values[step.source].tensor]
+        kind, axes, text = self._move_text(step.move)
+        wire = self.wire(step.move, step.source)
+        about = Communication(kind, axes, tensor.label, wire, step.why, step.line, text)
+        work, is_spared = f"w{step.target}", step.target in self._spared
+        return MoveContext(self.rank, step.move, tensor.type, source, target, about, fresh, work, is_spared)
+
+    def _move_text(self, move: Move) -> tuple[str, str, str]:
+        """(kind, axes, text) of a move; worked out once for equal moves."""
+        found = self._move_texts.get(move)
+        if found is None:
+            found = self._move_texts[move] = (move.kind.value, ",".join(map(str, move.axes)), str(move))
+        return found
+
+    def wire(self, move: Move, source: int) -> float:
+        """The bytes that this rank sends in a move of a value."""
+        kind = self.segmented.resharded.type_of(source)
+        return wire_elements(move, kind.shape, self.rank) * kind.dtype.itemsize
+
+    def is_fresh(self, value: int) -> bool:
+        """Whether a value is in memory that only one reader sees, which may write there."""
+        return value in self.fresh and self.readers[value] == 1
+
+    def new_name(self, name: str, loop: int) -> str:
+        """The name, with the loop's number added if another loop has it already."""
+        found = name if name not in self._taken else f"{name}_{loop}"
+        self._taken.add(found)
+        return found
+
+    def is_read_outside(self, loop: ChunkLoop, value: int) -> bool:
+        """Whether a value is read by more than the loop's own steps."""
+        inside = sum(step.inputs.count(value) for step in loop.steps)
+        return self.readers.get(value, 0) > inside
+
+
+def _reader_counts(segmented: SegmentedDefinition) -> dict[int, int]:
+    """By value how many ops, moves and outputs read it."""
+    counts: dict[int, int] = dict.fromkeys(segmented.resharded.outputs, 1)
+    for step in segmented.resharded.steps:
+        for v in step.inputs:
+            counts[v] = counts.get(v, 0) + 1
+    return counts
+
+
+def _fresh_values(segmented: SegmentedDefinition) -> set[int]:
+    """The values that are surely in memory of their own: results of ops that sum."""
+    nodes, found = segmented.resharded.graph.nodes, set[int]()
+    known: dict[tuple[int, int], bool] = {}  # of equal calls in equal placements, which are the same objects
+    for part in segmented.parts:
+        for compute in () if isinstance(part, Set) else part.computes:
+            node = nodes[compute.node]
+            key = (id(node.call), id(compute.placement))
+            if key not in known:
+                known[key] = sums_in_new_memory(node.call.op, node.rule, compute.placement.layouts)
+            if known[key]:
+                found.update(compute.outputs)
+    return found
+
+
+def sums_in_new_memory(op: OpDef, rule: Rule, layouts: Sequence[lay.Layout]) -> bool:
+    """Whether an op sums over what is sharded, and so makes results that share no memory with its operands.
+
+    `select` sums, too, but a rank that has the index views it. What a user's function returns is not known: it may be
+    its argument where there is one term.
+    """
+    if op.is_view or OPS.get(op.name) is not op:
+        return False
+    pairs = zip(rule.factors, layouts, strict=True)
+    return any(factor.kind is FactorKind.REDUCE and bool(lay.axes(layout)) for factor, layout in pairs)

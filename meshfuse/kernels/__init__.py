@@ -1,0 +1,59 @@
+"""Local computations that generated programs call as K.name, where torch has no single function for them.
+
+`runs`, here and in these modules, are the global indices of a dim that the rank holds: intervals (start, stop).
+"""
+
+# ruff: noqa: F401
+from .adjoints import contract, embedding_bwd, select_bwd, take_bwd
+from .attention import (
+    attention_merge,
+    block_attention,
+    ring_attention,
+    ring_attention_bwd,
+    sdpfa_bwd,
+    sdpfa_bwd_kv,
+    sdpfa_bwd_q,
+    sdpfa_fwd,
+)
+from .blocks import block_merge, block_moments, block_repeat, block_scan, block_topk, block_total, over_blocks
+from .indices import global_index as positions
+from .indices import grid, iota
+from .lookup import (
+    checked,
+    checked_place,
+    embedding,
+    index_select,
+    limit_norm,
+    scatter,
+    select,
+    take,
+    take_rows,
+    triu,
+)
+from .pointwise import (
+    atan2,
+    complex,
+    div,
+    fmod,
+    gcd,
+    imag,
+    in_stride_order,
+    lerp,
+    logical_and,
+    logical_or,
+    logical_right_shift,
+    maximum,
+    minimum,
+    mod,
+    nextafter,
+    pow,
+    real,
+    remainder,
+    shift_left,
+    shift_right,
+    where,
+)
+from .products import grouped_columns, grouped_inner, grouped_rows, needs_nvidia, rows_into, scaled_mm, stacked_linear
+from .random import normal, uniform
+from .reductions import combine, fold, neutral, reduce_max, reduce_min, reduce_prod, scan, tensor_like, topk, welford
+from .user_functions import as_told, settled, watched

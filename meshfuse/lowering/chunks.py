@@ -1,0 +1,227 @@
+"""The chunks of a loop on one rank: their names, where they lie, and a step's instructions for one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from ..dtypes import DataType
+from ..graph import Graph
+from ..reshard.steps import Move, box_numel, restricted
+from ..resharding import Compute, Set, Value
+from ..sharding.layout import Runs
+from .boxes import Box, box_text
+from .chunk_calls import ChunkCall
+from .collectives import MoveContext, is_dense, local_box, local_shape, lower_move
+from .instructions import Allocate, BufferPart, Instruction, Kernel, Launch, Put, Slice
+from .kernel_text import functions, origin, scalar_params
+from .overlapped import ChunkLoop
+from .segments import SegmentedDefinition
+
+
+class Lowering(Protocol):
+    """What lowers a program for one rank, `host_ir.RankLowering`, as the chunks of a loop see it."""
+
+    segmented: SegmentedDefinition
+    rank: int
+    graph: Graph
+    values: Sequence[Value]
+    readers: dict[int, int]
+
+    def name(self, value: int) -> str: ...
+
+    def cost(self, compute: Compute) -> tuple[float, float]: ...
+
+    def scalar_text(self, value: Any) -> str: ...
+
+    def move_context(self, step: Set, source: str, target: str, fresh: bool) -> MoveContext: ...
+
+    def wire(self, move: Move, source: int) -> float: ...
+
+    def is_fresh(self, value: int) -> bool: ...
+
+    def new_name(self, name: str, loop: int) -> str: ...
+
+    def is_read_outside(self, loop: ChunkLoop, value: int) -> bool: ...
+
+
+class Chunks:
+    """Writes the instructions of a loop on one rank into `out`; a subclass decides their order.
+
+    `v6` is a whole tensor, `v6_2` its chunk 2: a part of the whole's memory, or a tensor of its own. Of the loop's
+    values:
+
+    whole: those that are read outside of it, and so have memory for all chunks.
+    parts: those of the whole ones whose chunks are written straight into it; of the others chunks are copied there.
+    into: values that are written where another value will be.
+    known: the names of the chunks that are there.
+    wide: an op whose results are float32 here.
+    """
+
+    def __init__(self, low: Lowering, loop: ChunkLoop):
+        self.low, self.loop, self.rank = low, loop, low.rank
+        self.out: list[Instruction] = []
+        self.made = set(loop.outputs)
+        self.known: dict[tuple[int, int], str] = {}
+        self.kernels: dict[tuple[str, ...], Kernel] = {}
+        self.whole = {v for v in loop.outputs if low.is_read_outside(loop, v)}
+        self.parts = {v for v in self.whole if self._lies_in_parts(v)}
+        self.into: dict[int, int] = {}
+        self.wide: Compute | None = None
+
+    @property
+    def graph(self) -> Graph:
+        return self.low.graph
+
+    def run(self) -> list[Instruction]:
+        """The instructions of the whole loop."""
+        for v in self.loop.outputs:
+            if v in self.whole and not self._is_only_chunk(v):
+                self.out.append(Allocate(self.low.name(v), local_shape(self._held(v)), self._dtype(v)))
+        self._write()
+        return self.out
+
+    def _write(self) -> None:
+        """Append the instructions of all chunks."""
+        raise NotImplementedError
+
+    def _is_only_chunk(self, v: int) -> bool:
+        """Whether this rank makes a whole value in one chunk, and so needs no other memory for it."""
+        return False
+
+    # facts
+
+    def _value(self, v: int) -> Value:
+        return self.low.values[v]
+
+    def _dtype(self, v: int) -> DataType:
+        return self.low.segmented.resharded.type_of(v).dtype
+
+    def _held(self, v: int, chunk: int | None = None) -> tuple[Runs, ...]:
+        """The global indices that the rank has of a value, or of a chunk of it."""
+        value = self._value(v)
+        runs = value.sharding.runs(self.graph.shape(value.tensor), self.rank)
+        return runs if chunk is None else restricted(runs, self._only(v, chunk))
+
+    def _only(self, v: int, chunk: int) -> tuple[int, Runs] | None:
+        tensor = self._value(v).tensor
+        if tensor not in self.loop.cuts:
+            return None
+        return self.loop.only(tensor, chunk)
+
+    def _box(self, v: int, chunk: int) -> Box:
+        return local_box(self._held(v), self._held(v, chunk))
+
+    def _lies_in_parts(self, v: int) -> bool:
+        """Whether chunks can be written straight into the whole: collectives need dense places for that."""
+        shape, boxes = local_shape(self._held(v)), [self._box(v, c) for c in range(self.loop.chunks)]
+        if any(v in s.outputs for s in self.loop.computes):
+            return all("K." not in box_text(box, shape) for box in boxes)
+        return all(is_dense(box, shape) for box in boxes)
+
+    def _is_fresh(self, v: int) -> bool:
+        """Whether nothing else reads the memory of a value's chunks, so that it may be written to."""
+        return v in self.made and v not in self.whole and self.low.is_fresh(v)
+
+    def _note(self, chunk: int) -> str:
+        return f"chunk {chunk + 1} of {self.loop.chunks}"
+
+    # chunks by name
+
+    def _read(self, v: int, chunk: int) -> str:
+        """The name of a chunk (of a whole value, if it is not cut); a view is made of what comes from outside."""
+        if (v, chunk) in self.known:
+            return self.known[v, chunk]
+        if self._only(v, chunk) is None:
+            return self.low.name(v)
+        assert v not in self.made
+        name = self.known[v, chunk] = self.low.new_name(f"v{v}_{chunk}", self.loop.id)
+        self.out.append(Slice(name, self.low.name(v), self._box(v, chunk), local_shape(self._held(v))))
+        return name
+
+    def _target(self, v: int, chunk: int) -> tuple[str, bool]:
+        """(name of a chunk to be made, whether it is a part of a whole that is there)."""
+        if (v, chunk) in self.known:
+            return self.known[v, chunk], True
+        if v in self.into:
+            name, placed = self._target(self.into[v], chunk)
+        else:
+            name, placed = self.low.new_name(f"v{v}_{chunk}", self.loop.id), v in self.parts
+            if placed:
+                box, shape = self._box(v, chunk), local_shape(self._held(v))
+                self.out.append(BufferPart(name, self.low.name(v), box, shape, self._note(chunk)))
+        self.known[v, chunk] = name
+        return name, placed
+
+    def _store(self, v: int, chunk: int) -> None:
+        """Copy a chunk from memory of its own into the whole."""
+        if v in self.whole and v not in self.parts:
+            box, shape = self._box(v, chunk), local_shape(self._held(v))
+            self.out.append(Put(self.low.name(v), box, shape, self.known[v, chunk]))
+
+    # one step
+
+    def _step(self, step: Compute | Set, chunk: int) -> None:
+        if isinstance(step, Compute):
+            self._compute(step, chunk)
+        else:
+            self._move(step, chunk)
+
+    def _compute(self, step: Compute, chunk: int) -> None:
+        inputs = [self._read(v, chunk) for v in step.inputs]
+        targets = [self._target(v, chunk) for v in step.outputs]
+        kernel, scalars = self._kernel(step, chunk, tuple(placed for _, placed in targets))
+        placed = [name for name, is_there in targets if is_there]
+        arguments = (*dict.fromkeys(inputs), *placed, *scalars)
+        made = tuple(name for name, is_there in targets if not is_there)
+        self.out.append(Launch(kernel, arguments, made, self._note(chunk)))
+        for v in step.outputs:
+            self._store(v, chunk)
+
+    def _kernel(self, step: Compute, chunk: int, placed: tuple[bool, ...]) -> tuple[Kernel, tuple[str, ...]]:
+        """The kernel of an op on a chunk; chunks with equal text share one."""
+        call = self._call(step, chunk)
+        given = list(dict.fromkeys(self.low.name(v) for v in step.inputs))
+        targets = [f"v{v}" for v in step.outputs]
+        filled = [t for t, is_there in zip(targets, placed, strict=True) if is_there]
+        lines = call.lines(targets, filled)
+        scalars = scalar_params(self.graph, [step], lines)
+        params = (*given, *filled, *scalars)
+        results = tuple(t for t in targets if t not in filled)
+        key = (self.graph.nodes[step.node].name, *params, "", *lines)
+        if key not in self.kernels:
+            name = f"loop_{self.loop.id}" + (f"_{len(self.kernels)}" if self.kernels else "")
+            flops, nbytes = self.low.cost(step)
+            share, called = self._share(step, chunk), functions(self.graph, [step])
+            written = tuple(range(len(given), len(given) + len(filled)))
+            work = ((flops * share, nbytes * share),)
+            origins = (origin(self.graph.nodes[step.node]),) * len(lines)
+            self.kernels[key] = Kernel(name, params, tuple(lines), results, called, work, written, origins)
+        return self.kernels[key], scalars
+
+    def _share(self, step: Compute, chunk: int) -> float:
+        """The part of an op's work that a chunk is."""
+        whole = box_numel(self._held(step.outputs[0]))
+        return box_numel(self._held(step.outputs[0], chunk)) / whole if whole else 0.0
+
+    def _call(self, step: Compute, chunk: int) -> ChunkCall:
+        node, wide = self.graph.nodes[step.node], ".float()" if step is self.wide else ""
+        return ChunkCall(
+            node.call, [self.low.name(v) + wide for v in step.inputs], step.placement.operands, step.placement.results,
+            self.rank, self.low.scalar_text, node.salt,
+            tuple(self._only(v, chunk) for v in step.inputs), tuple(self._only(v, chunk) for v in step.outputs),
+        )  # fmt: skip
+
+    def _move(self, step: Set, chunk: int) -> None:
+        source = self._read(step.source, chunk)
+        fresh = self._is_fresh(step.source)
+        target, placed = self._target(step.target, chunk)
+        context = self.low.move_context(step, source, target, fresh)
+        about = replace(context.about, why=f"{context.about.why}, {self._note(chunk)}")
+        only = self._only(step.source, chunk)
+        move = replace(step.move, only=only)
+        context = replace(context, move=move, about=about, work=f"w{step.target}_{chunk}", placed=placed)
+        context = replace(context, about=replace(about, wire=self.low.wire(move, step.source)))
+        self.out.extend(lower_move(context))
+        self._store(step.target, chunk)

@@ -1,0 +1,452 @@
+"""What every op is made of: one `OpDef` has all facts about an op. Passes read these, and know no op by its name."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from ..dtypes import DataType
+from ..fast_dataclass import quickly_made
+
+if TYPE_CHECKING:
+    from ..gradients.context import Vjp
+    from .nvfuser_lowering import NvfuserEmit
+
+
+class TensorType(NamedTuple):
+    """A tensor's global shape (-1 for a size that only the arguments tell) and element type."""
+
+    shape: tuple[int, ...]
+    dtype: DataType
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name}[{', '.join('?' if n < 0 else str(n) for n in self.shape)}]"
+
+
+class TensorRef(NamedTuple):
+    """A tensor of the definition, by number."""
+
+    id: int
+
+
+class ScalarRef(NamedTuple):
+    """A scalar (nvFuser's Val) of the definition, by number, and its type where it is known."""
+
+    id: int
+    dtype: DataType | None = None
+
+
+class ParamKind(enum.Enum):
+    """What an op's parameter takes; binding, concretising and printing a call follow from it."""
+
+    TENSOR = "tensor"
+    OPTIONAL_TENSOR = "tensor or None"
+    TENSORS = "list of tensors"
+    TENSOR_OR_SCALAR = "tensor or scalar"
+    SCALAR = "scalar"
+    OPTIONAL_SCALAR = "scalar or None"
+    INT = "int"
+    DIM = "dim"
+    DIMS = "dim or list of dims"
+    OPTIONAL_DIMS = "dim, list of dims or None"
+    INTS = "list of ints"
+    SIZE = "int or scalar"
+    SHAPE = "list of ints or scalars"
+    BOOL = "bool"
+    BOOLS = "list of bools"
+    DTYPE = "DataType"
+
+
+REQUIRED = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One parameter of an op. `alias` is another keyword it goes by."""
+
+    name: str
+    kind: ParamKind
+    default: Any = REQUIRED
+    alias: str = ""
+
+
+class FactorKind(enum.Enum):
+    """What sharding a factor of an op does.
+
+    PASS: each rank computes its part of the result. REDUCE: each rank computes its term of a reduction; a result that
+    has the factor among its dims (of an op with several results) is computed in parts. BLOCK: the op needs the factor
+    whole.
+    """
+
+    PASS = "pass-through"
+    REDUCE = "reduction"
+    BLOCK = "blocked"
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One dimension of an op's iteration space: its size, its kind and, where it is reduced, the reduction."""
+
+    size: int
+    kind: FactorKind = FactorKind.PASS
+    reduce: str = "sum"
+
+
+# For every dim of a tensor the factors that it is made of, major to minor; () for a dim of size 1 that is repeated.
+DimFactors = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rule:
+    """An op's factor rule: which factors each dim of its operands and results is made of (as in GSPMD and Shardy).
+
+    A matmul [m, k] x [k, n] has the factors m, n (both pass through) and k (reduced)::
+
+        operands ((m,), (k,)), ((k,), (n,))   results ((m,), (n,))
+    """
+
+    factors: tuple[Factor, ...]
+    operands: tuple[DimFactors, ...]
+    results: tuple[DimFactors, ...]
+
+    def __str__(self) -> str:
+        def side(tensors: Sequence[DimFactors]) -> str:
+            return ", ".join(" ".join("".join(map(letter, dim)) or "1" for dim in dims) or "()" for dims in tensors)
+
+        marks = [f"{letter(i)}:{f.kind.value}" for i, f in enumerate(self.factors) if f.kind is not FactorKind.PASS]
+        return f"{side(self.operands)} -> {side(self.results)}" + (f"  ({', '.join(marks)})" if marks else "")
+
+
+def letter(factor: int) -> str:
+    """The letter that texts have for a factor's number."""
+    return chr(ord("a") + factor) if factor < 26 else f"f{factor}"
+
+
+class RuleBuilder:
+    """Collects the factors of a rule. Its methods give the factors of a dim, as a tuple of their numbers."""
+
+    def __init__(self) -> None:
+        self._factors: list[Factor] = []
+
+    def factor(self, size: int, kind: FactorKind = FactorKind.PASS, reduce: str = "sum") -> tuple[int, ...]:
+        """A new factor of a dim. () for size 1, where there is nothing to shard; a blocked one is made at any size."""
+        return () if size == 1 and kind is not FactorKind.BLOCK else self.dim(size, kind, reduce)
+
+    def dim(self, size: int, kind: FactorKind = FactorKind.PASS, reduce: str = "sum") -> tuple[int, ...]:
+        """A new factor that is all of a dim, of whatever size: the only row of a batch may lie on one rank of many."""
+        self._factors.append(Factor(size, kind, reduce))
+        return (len(self._factors) - 1,)
+
+    def blocked(self, size: int) -> tuple[int, ...]:
+        """A new factor that must be whole."""
+        return self.factor(size, FactorKind.BLOCK)
+
+    def reduction(self, size: int, reduce: str = "sum") -> tuple[int, ...]:
+        """A new factor that the op reduces: if it is sharded the result is partial."""
+        return self.factor(size, FactorKind.REDUCE, reduce)
+
+    def dims(
+        self,
+        shape: Sequence[int],
+        chosen: Collection[int] = (),
+        kind: FactorKind = FactorKind.PASS,
+        reduce: str = "sum",
+    ) -> DimFactors:
+        """A new factor for every dim: of this kind for the dims in `chosen`, pass-through for the others.
+
+        A dim of size 1 that is reduced has none: there is nothing to reduce.
+        """
+        return tuple(self.factor(n, kind, reduce) if d in chosen else self.dim(n) for d, n in enumerate(shape))
+
+    def build(self, operands: Sequence[DimFactors], results: Sequence[DimFactors]) -> Rule:
+        """The rule in which the dims of operands and results are made of these factors."""
+        return _rule(tuple(self._factors), tuple(operands), tuple(results))
+
+
+# Equal rules are one object, so that what follows from a rule is worked out once for all calls that have it.
+_rule = functools.lru_cache(maxsize=1 << 13)(Rule)
+
+
+class Partial(enum.Enum):
+    """Which unreduced (partial) operands an op carries through to its result."""
+
+    NONE = "needs its operands reduced"
+    MOVE = "moves elements: any one partial operand passes, whatever the reduction"
+    CAST = "linear where terms may be cast one by one: floating point, to no narrower type"
+    JOINT = "linear in all tensor operands together: all must be partial"
+    FIRST = "linear in the first tensor operand, floating point only"
+    OVER = "linear in the first operand over a number that is neither 0 nor infinite, floating point only"
+    EACH = "linear in each tensor operand: exactly one may be partial"
+    PICKED = "picks elements by a mask or a place: all that it picks from must be partial, or the number 0"
+    MAX = "the greatest of what it reads: any operands may be unreduced by max"
+    MIN = "the least of what it reads: any operands may be unreduced by min"
+
+    @property
+    def reduce(self) -> str:
+        """The reduction by which operands may be unreduced; MOVE carries any reduction."""
+        return {Partial.MAX: "max", Partial.MIN: "min"}.get(self, "sum")
+
+    @property
+    def scales(self) -> bool:
+        """Whether a term that is carried through may overflow where the whole sum does not."""
+        return self in (Partial.EACH, Partial.OVER)
+
+
+@quickly_made
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One use of an op, with concrete or symbolic types, from which rules, lowerings and costs are computed."""
+
+    op: OpDef
+    args: tuple[Any, ...]
+    types: tuple[TensorType, ...]
+    results: tuple[TensorType, ...] = ()
+
+    def __getitem__(self, name: str) -> Any:
+        return self.args[self.op.places[name]]
+
+    def type_of(self, name: str) -> TensorType | None:
+        """The type of the tensor passed for this parameter; None where something else was passed."""
+        return self.types[self.first_operand(name)] if isinstance(self[name], TensorRef) else None
+
+    def first_operand(self, name: str) -> int:
+        """The place, among the tensor operands, of the first tensor passed for this parameter."""
+        return sum(count_tensors(arg) for arg in self.args[: self.op.places[name]])
+
+    @property
+    def has_form(self) -> bool:
+        """Whether the op has a distributed form for this call."""
+        op = self.op
+        return op.distributed is not None and (op.has_form is None or op.has_form(self))
+
+
+def count_tensors(arg: object) -> int:
+    """How many tensor operands an argument is: 1 for a tensor, the length of a list of tensors, else 0."""
+    if isinstance(arg, TensorRef):
+        return 1
+    is_list = isinstance(arg, tuple) and bool(arg) and isinstance(arg[0], TensorRef)
+    return len(arg) if is_list else 0  # type: ignore[arg-type]
+
+
+def tensor_refs(args: Sequence[Any]) -> list[TensorRef]:
+    """The tensors among an op's arguments, in order."""
+    out: list[TensorRef] = []
+    for arg in args:
+        if type(arg) is TensorRef:
+            out.append(arg)
+        elif count_tensors(arg):
+            out.extend(arg)
+    return out
+
+
+class Emit(Protocol):
+    """What a lowering to torch sees of one call on one rank: its local operands' names, shapes and global indices."""
+
+    @property
+    def call(self) -> Call: ...
+
+    @property
+    def operands(self) -> Sequence[str]: ...
+
+    @property
+    def operand_shapes(self) -> Sequence[tuple[int, ...]]: ...
+
+    @property
+    def result_shapes(self) -> Sequence[tuple[int, ...]]: ...
+
+    def scalar(self, name: str) -> str:
+        """Python text of a scalar argument."""
+        ...
+
+    def operand(self, name: str) -> str | None:
+        """The name of the tensor passed for a parameter; None where no tensor was passed."""
+        ...
+
+    def result_runs(self, result: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """By dim of a result, the intervals of global indices that this rank computes."""
+        ...
+
+    def operand_runs(self, operand: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """By dim of an operand, the intervals of global indices that this rank holds."""
+        ...
+
+    def salt(self) -> int:
+        """This call's own number for random draws, the same on every rank and mesh."""
+        ...
+
+    def leads(self) -> bool:
+        """Whether this rank adds what is added once: of the ranks with terms of one partial result, one leads."""
+        ...
+
+
+# One Python expression: of the result, or of a tuple of all results; or one expression per result.
+Lowering = Callable[[Emit], "str | tuple[str, ...]"]
+
+
+class Writing(Protocol):
+    """What an op's forms (`distributed`, `apart`, `rounds`) append ops with; `rewrites.graph_writer.GraphWriter` is one.
+
+    `operand` is the place of the operand that a distributed form is asked for. `pieces`: in how many equal ones the
+    sharded dim is cut, so that each lies on one rank. These are its blocks, unless a rank has several that are not
+    neighbours.
+    """
+
+    operand: int
+    pieces: int
+
+    def type(self, ref: TensorRef) -> TensorType:
+        """The type of a tensor."""
+        ...
+
+    def call(self, name: str | OpDef, *args: Any, **kwargs: Any) -> Any:
+        """Apply an op, given by name or as an OpDef: returns a TensorRef, or a tuple of them."""
+        ...
+
+
+def cast_to(r: Writing, x: TensorRef, dtype: DataType) -> TensorRef:
+    """The tensor cast to a type; itself if it has that type."""
+    return x if r.type(x).dtype is dtype else r.call("cast", x, dtype)
+
+
+# (writing, the call, its operands) -> its results, with the last operand added by another op.
+Apart = Callable[[Writing, "Call", tuple[TensorRef, ...]], "Sequence[TensorRef]"]
+
+
+class BlockOrder(NamedTuple):
+    """How an op reorders a dim's equal blocks: block i of the result is block order[i] of the operand."""
+
+    dim: int
+    order: tuple[int, ...]
+
+
+# (writing, the call, its operands, a sharded dim of one of them that the op needs whole, in how many blocks it
+# lies over ranks, 0 where it does not lie in blocks) -> its results, or None where it has no such form for this call.
+DistributedForm = Callable[[Writing, "Call", tuple[TensorRef, ...], int, int], "Sequence[TensorRef] | None"]
+
+
+class Rounds(NamedTuple):
+    """How ranks compute an op in rounds, between which blocks travel, where the user asks for it.
+
+    rule: the factor rule within one round. It says which blocks meet on a rank; over all rounds every rank needs more.
+    write: (writing, the call, its operands) -> its results, in ordinary ops: those of each round, local where its
+        operands are, and the block orders (`BlockOrder`) by which blocks travel.
+    """
+
+    rule: Callable[[Call], Rule]
+    write: Callable[[Writing, Call, tuple[TensorRef, ...]], Sequence[TensorRef]]
+
+
+def _elementwise_flops(call: Call) -> float:
+    if call.op.is_view:
+        return 0.0  # Its readers read the operand's elements.
+    return float(max((t.numel for t in (*call.results, *call.types)), default=0))
+
+
+def picked(call: Call) -> float:
+    """`flops` of an op that reads only as many elements of its operands as it makes, however large they are."""
+    return float(sum([made.numel for made in call.results]))
+
+
+def _no_samples() -> tuple[Sample, ...]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A call for tests: tensors are given as their types, everything else as it is passed.
+
+    `values[i]` are the numbers of operand i where random ones would not do, such as indices: in row-major order, and
+    repeated until the tensor is full.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[int, Sequence[float]] = field(default_factory=dict)
+
+    @classmethod
+    def of_floats(cls, *args: Any) -> Sample:
+        """A sample of these arguments, in which a tuple stands for a Float tensor of that shape."""
+        return cls(tuple(TensorType(a, DataType.Float) if isinstance(a, tuple) else a for a in args))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpDef:
+    """Everything about one op: passes read these facts, and know no op by its name.
+
+    The first five are needed, the others have defaults. Facts of a call follow from the call alone.
+    """
+
+    name: str
+    params: tuple[Param, ...]
+    # The results' types, for a call whose `results` are not known yet. Raises DefinitionError for unfit operands.
+    infer: Callable[[Call], tuple[TensorType, ...]]
+    # The factor rule of a call with concrete types.
+    rule: Callable[[Call], Rule]
+    # Python text of the result(s) in torch, on a rank's local tensors.
+    emit: Lowering
+    # Which unreduced operands it carries through to its result.
+    partial: Partial = Partial.NONE
+    # Operations on the global tensors; by default one per element, none for a view.
+    flops: Callable[[Call], float] = _elementwise_flops
+    # Calls for tests, help and docs/ops.md.
+    samples: Callable[[], Sequence[Sample]] = _no_samples
+    # The op in nvFuser: None for its function of the same name, a lowering, or the reason to leave the op to torch.
+    nvfuser: Callable[[NvfuserEmit], Any] | str | None = None
+    # The op as a graph of other ops, for a sharded dim that it needs whole; if it needs none whole, for one that it
+    # sums over.
+    distributed: DistributedForm | None = None
+    # For which calls there is a distributed form; None for all.
+    has_form: Callable[[Call], bool] | None = None
+    # How the op is computed in rounds, for operands that are sharded otherwise than `rule` takes them.
+    rounds: Rounds | None = None
+    # The op in two steps: without its last operand, and adding that (a bias: it is added once, and not summed).
+    apart: Apart | None = None
+    # If the result is a window of the first operand, or the operand one of the result: (by dim the operand's index that
+    # is the result's index 0, what fills the rest). If the op only reorders blocks, their order. None for other calls.
+    window: Callable[[Call], tuple[tuple[int, ...], Any] | BlockOrder | None] | None = None
+    # Its gradients in ops of the table; None where it has no derivative.
+    vjp: Vjp | None = None
+    # Text of a statement that writes the one result into an existing tensor; None for calls that have none.
+    into: Callable[[Emit, str], str | None] | None = None
+    # Whether operands cast to a wider float type give a result of that type.
+    accumulates_wide: bool = False
+    # Whether the op may be computed on the parts of a dim: its results on these, put together or (for a reduced dim)
+    # reduced, are then its result on the whole. A SHAPE parameter must be the result's shape.
+    pieced: bool = False
+    # Whether the result is a view of the first operand, if that is dense.
+    is_view: bool = False
+    # Whether the op does nothing where operand and result have the same shape, and is then left out.
+    identity_when_same_shape: bool = False
+    # The open interval from which tests draw real operands.
+    domain: tuple[float, float] | None = None
+    # A Python function that the emitted text calls as OP.name.
+    compute: Callable[..., Any] | None = None
+    # A registered op's own ops that its gradients are written in; they are registered with it.
+    adjoints: tuple[OpDef, ...] = ()
+    # What it computes, in a line for `help`, `meshfuse ops` and docs/ops.md.
+    about: str = ""
+    # For which calls it draws random numbers by the definition's seed; None for none.
+    draws: Callable[[Call], bool] | None = None
+    places: Mapping[str, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "places", {param.name: place for place, param in enumerate(self.params)})
+
+    def __repr__(self) -> str:
+        return f"OpDef({self.name})"

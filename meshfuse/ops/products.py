@@ -1,0 +1,370 @@
+"""Grouped and block-scaled matrix products, and nvFuser's nvfp4 ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from ..dtypes import DataType
+from ..errors import DtypeError, user_error
+from ..gradients.products import GROUPED_MM
+from . import nvfuser_forms
+from .base import Call, DimFactors, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
+from .nvfuser_lowering import NvfuserEmit
+from .promotion import dtype_text
+from .shape_arithmetic import UNKNOWN, broadcasts_to, check_dtypes, check_ndim, check_positive, check_same_size
+
+K = ParamKind
+
+# The indices that grouped_mm may group: the rows of a 2-D @ 3-D, the columns of a 3-D @ 2-D, inner ones of 2-D @ 2-D.
+_Grouped = Literal["rows", "columns", "inner"]
+_GROUPED: dict[tuple[int, ...], _Grouped] = {(2, 3): "rows", (3, 2): "columns", (2, 2): "inner"}
+
+
+def _kind(call: Call) -> _Grouped:
+    """Which indices are grouped: "rows", "columns" or "inner"."""
+    dims = tuple(t.ndim for t in call.types[:2])
+    if dims not in _GROUPED:
+        raise user_error(
+            "grouped_mm: operands",
+            f"{call.types[0]} and {call.types[1]}",
+            "2-D and 3-D, 3-D and 2-D, or two 2-D",
+            "Use matmul for a product without groups.",
+        )
+    return _GROUPED[dims]
+
+
+def _grouped_infer(call: Call) -> tuple[TensorType, ...]:
+    kind, (a, b, offsets) = _kind(call), call.types
+    check_ndim("grouped_mm", "the offsets", offsets, 1, 1)
+    check_same_size("grouped_mm", "the contracted dims", a.shape[-1], b.shape[-2])
+    check_dtypes(Call(call.op, call.args, (a, b)))
+    groups = {"rows": b.shape[0], "columns": a.shape[0], "inner": offsets.shape[0]}[kind]
+    check_same_size("grouped_mm", "the numbers of groups", groups, offsets.shape[0])
+    shape = (a.shape[-2], b.shape[-1])
+    return (TensorType((offsets.shape[0], *shape) if kind == "inner" else shape, a.dtype),)
+
+
+def _grouped_rule(call: Call) -> Rule:
+    """m k, g k n -> m n, summed over k and g: a rank multiplies the rows of the groups that it holds."""
+    kind, (a, b, offsets), builder = _kind(call), call.types, RuleBuilder()
+    rows, columns = builder.factor(a.shape[-2]), builder.factor(b.shape[-1])
+    inner = builder.reduction(a.shape[-1])
+    ends = (builder.blocked(offsets.shape[0]),)
+    group = builder.factor(offsets.shape[0]) if kind == "inner" else builder.reduction(offsets.shape[0])
+    left = (group, rows, inner) if kind == "columns" else (rows, inner)
+    right = (group, inner, columns) if kind == "rows" else (inner, columns)
+    return builder.build([left, right, ends], [(group, rows, columns) if kind == "inner" else (rows, columns)])
+
+
+def _grouped_emit(e: Emit) -> str:
+    kind = _kind(e.call)
+    index = {"rows": (0, 0), "columns": (1, 1), "inner": (0, 1)}[kind]
+    along = e.operand_runs(index[0])[index[1]]
+    groups = e.result_runs(0)[0] if kind == "inner" else e.operand_runs(1 if kind == "rows" else 0)[0]
+    return f"K.grouped_{kind}({', '.join(e.operands)}, {along}, {groups})"
+
+
+def _grouped_flops(call: Call) -> float:
+    """Operations: every row, column or inner index takes part in the product of one group."""
+    a, b = call.types[:2]
+    return 2.0 * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+def _grouped_samples() -> list[Sample]:
+    def sample(a: tuple[int, ...], b: tuple[int, ...], ends: Sequence[int]) -> Sample:
+        types = (
+            TensorType(a, DataType.Float),
+            TensorType(b, DataType.Float),
+            TensorType((len(ends),), DataType.Int32),
+        )
+        return Sample(types, values={2: ends})
+
+    return [
+        sample((8, 6), (3, 6, 4), (2, 2, 8)),
+        sample((3, 8, 6), (6, 5), (1, 4, 5)),
+        sample((4, 8), (8, 6), (3, 5, 8)),
+    ]
+
+
+# Block-scaled products
+
+_SCALED = (
+    *(Param(name, K.TENSOR) for name in ("mat1", "mat2", "scale1", "scale2")),
+    *(Param(name, K.OPTIONAL_TENSOR, None) for name in ("alpha", "bias", "beta")),
+    Param("dtype", K.DTYPE, DataType.BFloat16),
+    Param("output_block_scale_size", K.INT, 0),
+    Param("output_block_scale_dtype", K.DTYPE, DataType.BFloat16),
+    Param("output_gamma", K.BOOL, False),
+)
+
+
+def _scaled_results(call: Call, out: tuple[int, ...]) -> tuple[TensorType, ...]:
+    """The types of the product and, where asked for, of its blocks' scales and its global scale."""
+    made, block = [TensorType(out, call["dtype"])], call["output_block_scale_size"]
+    if block:
+        check_positive(call.op.name, "output_block_scale_size", block)
+        made.append(TensorType((*out[:-1], _blocks(out[-1], block)), call["output_block_scale_dtype"]))
+    if call["output_gamma"]:
+        made.append(TensorType((), DataType.Float))
+    return tuple(made)
+
+
+def _scaled_infer(call: Call) -> tuple[TensorType, ...]:
+    a, b = call.types[:2]
+    check_ndim("scaled_mm", "the first operand", a, 2, 2)
+    check_ndim("scaled_mm", "the second operand", b, 2, 2)
+    check_same_size("scaled_mm", "the contracted dims", a.shape[1], b.shape[0])
+    made = _scaled_results(call, (a.shape[0], b.shape[1]))
+    if not _packed(call) and len(made) == 1:
+        _check_scaling(call, made[0].shape)
+    return made
+
+
+def _check_scaling(call: Call, out: tuple[int, ...]) -> None:
+    """Raises DefinitionError unless scales, alpha, beta and bias fit.
+
+    (For packed numbers NVIDIA's kernels define that.)
+    """
+    for name, operand in (("scale1", call.types[0]), ("scale2", call.types[1])):
+        _check_scale(name, call.type_of(name), operand)
+    for name in ("alpha", "beta"):
+        if (t := call.type_of(name)) is not None and any(n not in (1, UNKNOWN) for n in t.shape):
+            raise user_error(f"scaled_mm: {name}", str(t), "a tensor of one number", "Multiply the result by it.")
+    if (bias := call.type_of("bias")) is not None and not broadcasts_to(bias.shape, out):
+        raise user_error("scaled_mm: bias", str(bias), f"a shape that broadcasts to {list(out)}", "Reshape it.")
+
+
+def _check_scale(name: str, scale: TensorType | None, operand: TensorType) -> None:
+    """Raises DefinitionError unless it is one number, or for each dim one, the dim's size or one per equal block."""
+    assert scale is not None
+    one = scale.ndim < 2 and all(n in (1, UNKNOWN) for n in scale.shape)
+    blocks = scale.ndim == 2 and all(map(_in_blocks, operand.shape, scale.shape))
+    if not one and not blocks:
+        raise user_error(f"scaled_mm: {name}", f"{scale} for {operand}",
+                         "one number, or for each dim one per element or per equal block", "Reshape it.")  # fmt: skip
+
+
+def _in_blocks(n: int, blocks: int) -> bool:
+    return UNKNOWN in (n, blocks) or blocks == 1 or (0 < blocks <= n and -(-n // -(-n // blocks)) == blocks)
+
+
+def _scaled_rule(call: Call) -> Rule:
+    """m k, k n -> m n. Scales per row or column follow m and n; a dim with a scale per block is whole, and so is k."""
+    (a, b), builder = call.types[:2], RuleBuilder()
+    if len(call.results) > 1 or not _runs_on_cpu(call):
+        return whole_rule(call)
+    inner = builder.blocked(a.shape[1])
+
+    def outer(scale: TensorType, dim: int, n: int) -> tuple[int, ...]:
+        """A dim's factor: whole where the scale has one number for a block of it."""
+        return builder.blocked(n) if scale.ndim == 2 and scale.shape[dim] not in (1, n) else builder.factor(n)
+
+    rows, columns = outer(call.types[2], 0, a.shape[0]), outer(call.types[3], 1, b.shape[1])
+    out = ((a.shape[0], rows), (b.shape[1], columns))
+
+    def scale(t: TensorType, dim: int) -> DimFactors:
+        n, factor = out[dim]
+        return tuple(
+            factor if d == dim and size == n and t.ndim == 2 else builder.blocked(size)
+            for d, size in enumerate(t.shape)
+        )
+
+    def other(name: str, t: TensorType) -> DimFactors:
+        ends = out[2 - t.ndim :] if name == "bias" else [(0, ())] * t.ndim
+        return tuple(factor if size == n else () for size, (n, factor) in zip(t.shape, ends, strict=True))
+
+    scales = [scale(call.types[2], 0), scale(call.types[3], 1)]
+    given = [(name, t) for name in ("alpha", "bias", "beta") if (t := call.type_of(name)) is not None]
+    others = [other(name, t) for name, t in given]
+    return builder.build([(rows, inner), (inner, columns), *scales, *others], [(rows, columns)])
+
+
+def _packed(call: Call) -> bool:
+    return any(t.dtype is DataType.Float4_e2m1fn for t in call.types)
+
+
+def _runs_on_cpu(call: Call) -> bool:
+    return not _packed(call) and len(call.results) == 1
+
+
+def _scaled_emit(e: Emit) -> str:
+    if not _runs_on_cpu(e.call):
+        return _missing_emit(e)
+    names = [str(e.operand(name)) for name in ("mat1", "mat2", "scale1", "scale2", "alpha", "bias", "beta")]
+    return f"K.scaled_mm({', '.join(names)}, {dtype_text(e.call['dtype'])})"
+
+
+def _scaled_samples() -> list[Sample]:
+    def t(*shape: int) -> TensorType:
+        return TensorType(shape, DataType.Float)
+
+    kinds = {"dtype": DataType.Float}
+    return [
+        Sample((t(6, 8), t(8, 4), t(6, 1), t(1, 4)), kinds),
+        Sample((t(6, 8), t(8, 4), t(6, 2), t(2, 4)), kinds),
+        Sample((t(6, 8), t(8, 4), t(), t(), t(), t(4)), kinds),
+        Sample((t(6, 8), t(8, 4), t(2, 2), t(2, 2), t(1), t(6, 1), t()), kinds),
+    ]
+
+
+# What only NVIDIA's kernels define
+
+
+def whole_rule(call: Call) -> Rule:
+    """The rule of an op that needs every dim of every tensor whole."""
+    builder = RuleBuilder()
+    tensors = [tuple(map(builder.blocked, t.shape)) for t in (*call.types, *call.results)]
+    return builder.build(tensors[: len(call.types)], tensors[len(call.types) :])
+
+
+def is_nvidia_only(op: OpDef) -> bool:
+    """Whether an op is typed and propagated here but does not run on a CPU."""
+    return op.emit is _missing_emit
+
+
+def _missing_emit(e: Emit) -> str:
+    return f"K.needs_nvidia({e.call.op.name!r})"
+
+
+def _scaled_grouped_infer(call: Call) -> tuple[TensorType, ...]:
+    a, b = call.types[:2]
+    check_ndim(call.op.name, "the first operand", a, 2, 3)
+    check_ndim(call.op.name, "the second operand", b, 2, 3)
+    return _scaled_results(call, (a.shape[0], b.shape[-1]))
+
+
+def _cutlass_infer(call: Call) -> tuple[TensorType, ...]:
+    """[m, k] and [g, k, n] to [m, n]."""
+    a, b = call.types[:2]
+    check_ndim(call.op.name, "the first operand", a, 2, 2)
+    check_ndim(call.op.name, "the second operand", b, 3, 3)
+    return (TensorType((a.shape[0], b.shape[2]), call["dtype"]),)
+
+
+def _blocks(n: int, size: int) -> int:
+    return n if n == UNKNOWN else -(-n // size)
+
+
+def _quantize_infer(call: Call) -> tuple[TensorType, ...]:
+    """The numbers in 4 bits, and one float8 scale per block of the last dim."""
+    x = call.types[0]
+    check_ndim(call.op.name, "the input", x, 1)
+    check_positive(call.op.name, "block_size", call["block_size"])
+    if x.dtype not in (DataType.Float, DataType.Half, DataType.BFloat16):
+        raise user_error(f"{call.op.name}: the input", str(x), "Float, Half or BFloat16", "Cast it to Float.",
+                         cls=DtypeError)  # fmt: skip
+    scales = (*x.shape[:-1], _blocks(x.shape[-1], call["block_size"]))
+    return (TensorType(x.shape, call["dtype"]), TensorType(scales, DataType.Float8_e4m3fn))
+
+
+def _grouped_quantize_infer(call: Call) -> tuple[TensorType, ...]:
+    """As without groups: padding each group's scales to tiles of 128 x 4 is a matter of memory alone."""
+    check_ndim(call.op.name, "the input", call.types[0], 2, 2)
+    return _quantize_infer(call)
+
+
+def _preprocess_infer(call: Call) -> tuple[TensorType, ...]:
+    check_ndim(call.op.name, "the input", call.types[0], 2, 2)
+    return (call.types[0],)
+
+
+def _types(*kinds: tuple[tuple[int, ...], DataType]) -> tuple[TensorType, ...]:
+    return tuple(TensorType(*kind) for kind in kinds)
+
+
+_INT, _FP4, _FP8 = DataType.Int32, DataType.Float4_e2m1fn, DataType.Float8_e4m3fn
+_ENDS = ((3,), _INT)
+
+
+def _missing(
+    name: str,
+    params: tuple[Param, ...],
+    infer: Callable[[Call], tuple[TensorType, ...]],
+    sample: Sequence[TensorType],
+    nvfuser: Callable[[NvfuserEmit], Any] | None = None,
+    *,
+    about: str,
+) -> OpDef:
+    """An op that is typed and propagated here, and runs with nvFuser on NVIDIA's GPUs only."""
+    found = [Sample(tuple(sample))]
+    return OpDef(
+        name, params, infer, whole_rule, _missing_emit, samples=lambda: found, nvfuser=nvfuser,
+        about=f"{about}; needs NVIDIA's kernels",
+    )  # fmt: skip
+
+
+_INPUT, _GLOBAL = Param("input", K.TENSOR), Param("global_scale", K.OPTIONAL_TENSOR, None)
+_OFFSETS = tuple(Param(name, K.TENSOR) for name in ("input_offsets", "output_offsets"))
+_BLOCK, _PACKED = Param("block_size", K.INT, 16), Param("dtype", K.DTYPE, _FP4)
+_MATS = tuple(Param(name, K.TENSOR) for name in ("mat1", "mat2", "offsets"))
+_CUTLASS = ("mat1", "mat2", "scale1", "scale2", "alpha", "problem_sizes", "expert_offsets", "sf_offsets")
+OPS = (
+    OpDef(
+        "grouped_mm",
+        _MATS,
+        _grouped_infer,
+        _grouped_rule,
+        _grouped_emit,
+        Partial.EACH,
+        _grouped_flops,
+        _grouped_samples,
+        nvfuser=nvfuser_forms.grouped_mm,
+        vjp=GROUPED_MM,
+        about="a product per group of rows (or columns), which end at `offsets`; with scales as `scaled_grouped_mm`",
+    ),
+    OpDef(
+        "scaled_mm",
+        _SCALED,
+        _scaled_infer,
+        _scaled_rule,
+        _scaled_emit,
+        samples=_scaled_samples,
+        about="matrix product of block-scaled operands; `fd.ops.scaled_mm` gives (product, scales, global scale)",
+    ),
+    _missing(
+        "scaled_grouped_mm",
+        (*_MATS, *_SCALED[2:]),
+        _scaled_grouped_infer,
+        _types(((8, 32), _FP4), ((3, 32, 16), _FP4), _ENDS, ((8, 2), _FP8), ((3, 2, 16), _FP8)),
+        nvfuser_forms.scaled_grouped_mm,
+        about="grouped product of block-scaled operands",
+    ),
+    _missing(
+        "cutlass_nvfp4_grouped_mm",
+        (*(Param(n, K.TENSOR) for n in _CUTLASS), _SCALED[7]),
+        _cutlass_infer,
+        _types(
+            ((8, 32), _FP4),
+            ((3, 32, 16), _FP4),
+            ((8, 2), _FP8),
+            ((3, 16, 2), _FP8),
+            ((3,), DataType.Float),
+            ((3, 3), _INT),
+            _ENDS,
+            _ENDS,
+        ),
+        about="grouped nvfp4 product",
+    ),
+    _missing(
+        "nv_block_quantize",
+        (_INPUT, _GLOBAL, Param("swizzle_block_scales", K.BOOL, False), _BLOCK, _PACKED),
+        _quantize_infer,
+        _types(((8, 32), DataType.Float)),
+        about="nvfp4 numbers and their blocks' scales",
+    ),
+    _missing(
+        "nv_grouped_block_quantize",
+        (_INPUT, *_OFFSETS, _GLOBAL, _BLOCK, _PACKED),
+        _grouped_quantize_infer,
+        _types(((8, 32), DataType.Float), _ENDS, _ENDS),
+        about="the same, group by group",
+    ),
+    _missing(
+        "preprocess_grouped_matmul_input_sf",
+        (_INPUT, *_OFFSETS),
+        _preprocess_infer,
+        _types(((8, 4), _FP8), _ENDS, _ENDS),
+        about="scales in the order that the grouped product reads",
+    ),
+)

@@ -1,0 +1,192 @@
+"""Ops that move or repeat elements along dims: broadcast, expand, squeeze, permute, stride_order."""
+
+from __future__ import annotations
+
+import itertools
+
+from ..errors import user_error
+from ..gradients.shapes import SHAPES
+from . import nvfuser_forms
+from .base import Call, DimFactors, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
+from .nvfuser_lowering import with_local_shape
+from .reshape import reshape_emit
+from .shape_arithmetic import UNKNOWN, broadcast_shapes, check_dim, check_dims, check_same_size, known_size
+
+K = ParamKind
+
+
+def _broadcast_infer(call: Call) -> tuple[TensorType, ...]:
+    (arg,), flags = call.types, call["is_broadcast_dim"]
+    if len(flags) - sum(flags) != arg.ndim:
+        raise user_error(
+            "broadcast: is_broadcast_dim needs one False per dim of the operand", f"{list(flags)} for {arg}",
+            f"{arg.ndim} times False", "Mark only the new dims True.",
+        )  # fmt: skip
+    sizes = iter(arg.shape)
+    return (TensorType(tuple(1 if new else next(sizes) for new in flags), arg.dtype),)
+
+
+def _broadcast_rule(call: Call) -> Rule:
+    builder = RuleBuilder()
+    operand = builder.dims(call.types[0].shape)
+    factors = iter(operand)
+    return builder.build([operand], [tuple(() if new else next(factors) for new in call["is_broadcast_dim"])])
+
+
+def _in_dim_infer(call: Call) -> tuple[TensorType, ...]:
+    (arg,), shape, dims = call.types, call["shape"], call["broadcast_dims"]
+    if len(dims) != arg.ndim or any(b <= a for a, b in itertools.pairwise(dims)):
+        raise user_error(
+            "broadcast_in_dim: broadcast_dims", f"{list(dims)} for {arg}", f"{arg.ndim} ascending dims",
+            "Name for each dim of the operand its dim in the result.",
+        )  # fmt: skip
+    sizes = [known_size(n) for n in shape]
+    for source, dim in enumerate(dims):
+        place = check_dim("broadcast_in_dim", dim, len(shape))
+        if arg.shape[source] != 1:
+            check_same_size("broadcast_in_dim", "an operand's size and its result's", arg.shape[source], sizes[place])
+            sizes[place] = max(sizes[place], arg.shape[source])
+    return (TensorType(tuple(sizes), arg.dtype),)
+
+
+def _expanding_rule(call: Call, source_of: dict[int, int]) -> Rule:
+    """A result dim shares the factor of the operand dim that feeds it, if the sizes are equal; other dims are free."""
+    builder, shape = RuleBuilder(), call.types[0].shape
+    result = builder.dims(call.results[0].shape)
+    operand: list[tuple[int, ...]] = [()] * len(shape)
+    for dim, source in source_of.items():
+        if shape[source] == call.results[0].shape[dim]:
+            operand[source] = result[dim]
+    dims: DimFactors = tuple(operand)
+    return builder.build([dims], [result])
+
+
+def _in_dim_rule(call: Call) -> Rule:
+    ndim = len(call["shape"])
+    return _expanding_rule(call, {dim % ndim: source for source, dim in enumerate(call["broadcast_dims"])})
+
+
+def _in_dim_emit(e: Emit) -> str:
+    shape, ndim = e.result_shapes[0], len(e.result_shapes[0])
+    sizes = dict(zip((d % ndim for d in e.call["broadcast_dims"]), e.operand_shapes[0], strict=True))
+    middle = [sizes.get(d, 1) for d in range(ndim)]
+    return f"{e.operands[0]}.reshape({middle}).expand({list(shape)})"
+
+
+def _expand_infer(call: Call) -> tuple[TensorType, ...]:
+    (arg,), shape = call.types, call["shape"]
+    offset = len(shape) - arg.ndim
+    if offset < 0:
+        raise user_error("expand: fewer sizes than dims", f"{list(shape)} for {arg}", f"at least {arg.ndim}", "")
+    kept = (1,) * offset + arg.shape
+    sizes = tuple(old if n == -1 else known_size(n) for old, n in zip(kept, shape, strict=True))
+    for old, n in zip(kept, sizes, strict=True):
+        if n == 1:
+            check_same_size("expand", "an operand's size and its result's", old, n)
+    return (TensorType(broadcast_shapes("expand", [kept, sizes]), arg.dtype),)
+
+
+def _expand_rule(call: Call) -> Rule:
+    offset = call.results[0].ndim - call.types[0].ndim
+    return _expanding_rule(call, {offset + source: source for source in range(call.types[0].ndim)})
+
+
+def _expand_emit(e: Emit) -> str:
+    return f"{e.operands[0]}.expand({list(e.result_shapes[0])})"
+
+
+def _squeezed(call: Call) -> tuple[int, ...]:
+    return check_dims("squeeze", call["dims"], call.types[0].ndim)
+
+
+def _squeeze_infer(call: Call) -> tuple[TensorType, ...]:
+    (arg,), dims = call.types, _squeezed(call)
+    wrong = [d for d in dims if arg.shape[d] not in (1, UNKNOWN)]
+    if wrong and not call["squeeze_expanded"]:
+        raise user_error(f"squeeze: dim {wrong[0]}", f"size {arg.shape[wrong[0]]}", "size 1", "Use select or slice.")
+    return (TensorType(tuple(n for d, n in enumerate(arg.shape) if d not in dims), arg.dtype),)
+
+
+def _squeeze_rule(call: Call) -> Rule:
+    builder, dims, shape = RuleBuilder(), _squeezed(call), call.types[0].shape
+    operand = tuple(
+        builder.dim(n) if d not in dims else builder.blocked(n) if n > 1 else () for d, n in enumerate(shape)
+    )
+    return builder.build([operand], [tuple(f for d, f in enumerate(operand) if d not in dims)])
+
+
+def _squeeze_emit(e: Emit) -> str:
+    dims, shape = _squeezed(e.call), e.operand_shapes[0]
+    text = e.operands[0]
+    for d in dims:
+        text = text if shape[d] == 1 else f"{text}.narrow({d}, 0, 1)"
+    return f"{text}.squeeze({tuple(dims)})" if dims else text
+
+
+def _order(call: Call) -> tuple[int, ...]:
+    ndim, dims = call.types[0].ndim, call.args[1]
+    if len(dims) != ndim or {check_dim(call.op.name, d, ndim) for d in dims} != set(range(ndim)):
+        raise user_error(
+            f"{call.op.name}: dims", str(list(dims)), f"every dim of {call.types[0]} once", "Fix the list."
+        )
+    return tuple(d % ndim for d in dims)
+
+
+def _permute_infer(call: Call) -> tuple[TensorType, ...]:
+    return (TensorType(tuple(call.types[0].shape[d] for d in _order(call)), call.types[0].dtype),)
+
+
+def _permute_rule(call: Call) -> Rule:
+    builder = RuleBuilder()
+    operand = builder.dims(call.types[0].shape)
+    return builder.build([operand], [tuple(operand[d] for d in _order(call))])
+
+
+def _permute_emit(e: Emit) -> str:
+    return f"{e.operands[0]}.permute({list(_order(e.call))})"
+
+
+def _stride_order_infer(call: Call) -> tuple[TensorType, ...]:
+    _order(call)
+    return call.types
+
+
+def same_rule(call: Call) -> Rule:
+    """The rule of an op whose operand and result share every factor."""
+    builder = RuleBuilder()
+    dims = builder.dims(call.types[0].shape)
+    return builder.build([dims], [dims])
+
+
+def _stride_order_emit(e: Emit) -> str:
+    return f"K.in_stride_order({e.operands[0]}, {list(_order(e.call))})"
+
+
+_sample = Sample.of_floats
+_ARG = Param("arg", K.TENSOR)
+OPS = (
+    OpDef("broadcast", (_ARG, Param("is_broadcast_dim", K.BOOLS)), _broadcast_infer, _broadcast_rule, reshape_emit,
+          Partial.MOVE, samples=lambda: [_sample((4, 6), [False, True, False])], vjp=SHAPES["broadcast"], pieced=True,
+          is_view=True,
+          about="new dims of size 1 where `is_broadcast_dim` is True"),
+    OpDef("broadcast_in_dim", (_ARG, Param("shape", K.SHAPE), Param("broadcast_dims", K.INTS)),
+          _in_dim_infer, _in_dim_rule, _in_dim_emit, Partial.MOVE,
+          samples=lambda: [_sample((6,), [4, 6], [1]), _sample((4,), [4, 6, 2], [0]), _sample((1, 6), [4, 6], [0, 1])],
+          nvfuser=with_local_shape("shape"), vjp=SHAPES["broadcast_in_dim"], pieced=True, is_view=True,
+          about="to `shape`: dim i of the operand is dim `broadcast_dims[i]` of the result, the others repeat"),
+    OpDef("expand", (_ARG, Param("shape", K.SHAPE)), _expand_infer, _expand_rule, _expand_emit, Partial.MOVE,
+          samples=lambda: [_sample((4, 1), [4, 6]), _sample((1, 6), [4, -1])], nvfuser=with_local_shape("shape"),
+          vjp=SHAPES["expand"], pieced=True, is_view=True,
+          about="dims of size 1, and new ones in front, repeated to `shape`; -1 leaves a dim as it is"),
+    OpDef("squeeze", (_ARG, Param("dims", K.DIMS), Param("squeeze_expanded", K.BOOL, False)),
+          _squeeze_infer, _squeeze_rule, _squeeze_emit, Partial.MOVE, samples=lambda: [_sample((4, 1, 6), [1])],
+          nvfuser=nvfuser_forms.squeeze, vjp=SHAPES["squeeze"], pieced=True, is_view=True,
+          about="without `dims`, which have size 1"),
+    OpDef("permute", (_ARG, Param("dims", K.INTS)), _permute_infer, _permute_rule, _permute_emit, Partial.MOVE,
+          samples=lambda: [_sample((4, 6, 2), [2, 0, 1]), _sample((4, 6), [-1, 0])], vjp=SHAPES["permute"],
+          pieced=True, is_view=True,
+          about="dims in another order: dim i of the result is dim `dims[i]` of the operand"),
+    OpDef("stride_order", (_ARG, Param("stride_order", K.INTS)), _stride_order_infer, same_rule, _stride_order_emit,
+          Partial.MOVE, samples=lambda: [_sample((4, 6, 2), [0, 2, 1])], vjp=SHAPES["stride_order"],
+          about="the same tensor, laid out in memory in this order of dims (0 is the fastest)"),
+)  # fmt: skip

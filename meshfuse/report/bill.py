@@ -1,0 +1,158 @@
+"""The bill: the bytes that each rank puts on the wire, by collective, axis, tensor and source line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from ..compiler import CompiledProgram
+from ..number_text import duration, micro, number
+from ..resharding import Set
+from .alternatives import Alternative, Alternatives, Total, wire_bytes
+from .causes import Cause, Causes, said_of
+
+
+@dataclass(frozen=True, slots=True)
+class Instead:
+    """The runner-up of a collective: an annotation to change, and the whole plan's bytes and seconds then."""
+
+    tensor: str
+    line: str
+    change: str
+    total_wire: float
+    total_seconds: float
+
+    def __str__(self) -> str:
+        cost = f"{number(self.total_wire)} bytes and {duration(self.total_seconds)} in all"
+        return f"{self.tensor} as {self.change} at {self.line}: {cost}"
+
+
+@dataclass(frozen=True, slots=True)
+class BillEntry:
+    """One collective of a program.
+
+    wire: bytes per rank, counted as a ring; the mean over the ranks that it starts from.
+    seconds: its modelled time.
+    source, target: the shardings between which it moves the tensor.
+    op: the op that reads the result, "" for outputs and annotations.
+    held_by, needed_by: the annotations that source and target follow, with their lines.
+    instead: the runner-up; None where it was not asked for, or no other annotation is possible.
+    """
+
+    collective: str
+    axes: str
+    tensor: str
+    wire: float
+    why: str
+    line: str
+    move: str
+    seconds: float
+    source: str
+    target: str
+    op: str
+    held_by: tuple[str, ...]
+    needed_by: tuple[str, ...]
+    instead: Instead | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """All collectives of a program, in order. `print` shows a table of them."""
+
+    entries: tuple[BillEntry, ...]
+
+    @property
+    def total(self) -> float:
+        """The bytes that a rank sends, the mean over ranks."""
+        return sum(entry.wire for entry in self.entries)
+
+    @property
+    def seconds(self) -> float:
+        """The modelled seconds of all collectives, one after the other."""
+        return sum(entry.seconds for entry in self.entries)
+
+    def to_dict(self) -> dict[str, object]:
+        """The bill as types that JSON has."""
+        entries = [asdict(entry) for entry in self.entries]
+        return {"total": self.total, "seconds": self.seconds, "entries": entries}
+
+    def __str__(self) -> str:
+        if not self.entries:
+            return "no communication"
+        rows = [("collective", "axis", "bytes", "us", "tensor", "why", "line")]
+        rows += [
+            (e.collective, e.axes, number(e.wire), micro(e.seconds), e.tensor, e.why, e.line) for e in self.entries
+        ]
+        count = len(self.entries)
+        plural = f"{count} collective{'s' if count > 1 else ''}"
+        rows.append(("total", "", number(self.total), micro(self.seconds), "", plural, ""))
+        return table(rows, right=(2, 3))
+
+    def details(self) -> str:
+        """For every collective its shardings, the annotations behind them, and its runner-up, as text."""
+        return "\n".join(line for entry in self.entries for line in self._details(entry)) or str(self)
+
+    def _details(self, entry: BillEntry) -> list[str]:
+        over = f" over {entry.axes}" if entry.axes else ""
+        for_op = f" ({entry.op})" if entry.op else ""
+        lines = [f"{entry.collective}{over} of {entry.tensor}, {number(entry.wire)} bytes, {duration(entry.seconds)}"]
+        lines.append(f"  asked for by {entry.why}{for_op} at {entry.line}: {entry.source} -> {entry.target}")
+        lines += [f"  {entry.source} follows {text}" for text in entry.held_by]
+        lines += [f"  {entry.target} follows {text}" for text in entry.needed_by]
+        if entry.instead is not None:
+            lines.append(f"  runner-up: {entry.instead}; now {number(self.total)} bytes and {duration(self.seconds)}")
+        return lines
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Aligned columns of text, those in `right` aligned to the right; the first row is the heading."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(w) if c in right else cell.ljust(w) for c, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def bill_of(compiled: CompiledProgram, alternatives: bool = False) -> Bill:
+    """The bill of a compiled program, which is the same for every rank.
+
+    With `alternatives` every collective has its runner-up. Plans are made anew for that: it takes as long as several
+    compilations.
+    """
+    causes, others = Causes(compiled), Alternatives(compiled) if alternatives else None
+    return Bill(tuple(_entry(compiled, causes, others, step) for step in compiled.resharded.collectives))
+
+
+def _entry(compiled: CompiledProgram, causes: Causes, others: Alternatives | None, step: Set) -> BillEntry:
+    graph, move, cause = compiled.graph, step.move, causes.of(step)
+    tensor = compiled.resharded.values[step.source].tensor
+    other = others.best(cause.annotated) if others is not None else None
+    return BillEntry(
+        move.kind.value, ", ".join(map(str, move.axes)), graph.tensors[tensor].label,
+        wire_bytes(graph, tensor, move), step.why, str(step.line), str(move),
+        compiled.resharded.seconds(step), str(move.src), str(move.dst), _op(compiled, cause),
+        _said(causes, cause.held), _said(causes, cause.needed),
+        _instead(causes, other) if other is not None else None,
+    )  # fmt: skip
+
+
+def _op(compiled: CompiledProgram, cause: Cause) -> str:
+    if cause.reader is None:
+        return ""
+    made = compiled.graph.tensors[cause.reader.outputs[0]]
+    return f"{made.label} = {cause.reader.name}"
+
+
+def _said(causes: Causes, tensors: tuple[int, ...]) -> tuple[str, ...]:
+    return tuple(f"{causes.graph.tensors[i].label}, {said_of(causes.graph, i)}" for i in tensors)
+
+
+def _instead(causes: Causes, other: Alternative) -> Instead:
+    found: Total = other.total
+    label = ", ".join(causes.graph.tensors[i].label for i in other.tensors[:3])
+    more = f" and {len(other.tensors) - 3} more" if len(other.tensors) > 3 else ""
+    line = str(causes.line(next(iter(other.tensors))))
+    return Instead(label + more, line, str(other), found.wire, found.seconds)

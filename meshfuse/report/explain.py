@@ -1,0 +1,286 @@
+"""`explain`: why a tensor is sharded as it is, what is communicated for it, and what else there was to choose."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from ..compiler import CompiledProgram
+from ..errors import shown, user_error
+from ..graph import Graph, Node, users
+from ..number_text import duration, figures, number
+from ..placement.op_meshes import MeshSearch
+from ..placement.operand_layouts import Source
+from ..propagation import Choice, RunnerUp, ShardedDefinition
+from ..reshard.steps import MoveKind
+from ..resharding import Set
+from .alternatives import wire_bytes
+from .bill import table
+from .causes import Causes, quoted, said_of
+from .provenance import Origin, Provenance
+
+_SHOWN = 6  # A longer chain of reasons is shown with so many tensors.
+
+
+def explain_tensor(compiled: CompiledProgram, tensor: int) -> str:
+    """Where a tensor's sharding comes from, what is communicated for it, and what other choices would cost."""
+    return "\n".join(Explainer(compiled).lines(tensor))
+
+
+def explain_all(compiled: CompiledProgram) -> str:
+    """A table of all tensors: type, sharding, and why in a few words."""
+    explainer, graph = Explainer(compiled), compiled.graph
+    rows = [("tensor", "type", "sharding", "why", "line")]
+    for tensor in graph.tensors:
+        if tensor.id not in compiled.sharded.homes:
+            continue
+        sharding = str(compiled.sharded.homes[tensor.id])
+        rows.append((tensor.label, str(tensor.type), sharding, explainer.in_short(tensor.id), str(tensor.line)))
+    meshes = dict.fromkeys(str(sharding.mesh) for sharding in compiled.sharded.homes.values())
+    near = [] if compiled.taken_from is None else [f"taken over from {_plan_of(compiled.taken_from)}"]
+    return "\n".join([f"on {', '.join(meshes)}", *near, table(rows)])
+
+
+def _plan_of(graph: Graph) -> str:
+    """The shapes that a plan was made for, as text."""
+    sizes = [f"{graph.tensors[i].label} {list(graph.shape(i))}" for i in graph.input_tensors]
+    return f"the plan for {', '.join(sizes)}"
+
+
+def tensor_named(compiled: CompiledProgram, name: str) -> int:
+    """The tensor of this name: t3, or the script's own variable (the last of several values).
+
+    Raises DefinitionError where there is none.
+    """
+    tensors = compiled.graph.tensors
+    for tensor in reversed(tensors):
+        if name in (tensor.name, tensor.label, tensor.label.split(" ")[0]):
+            return tensor.id
+    raise user_error(
+        "no such tensor", shown(name), f"one of {', '.join(t.label for t in tensors)}", "Name one of these."
+    )
+
+
+class Explainer:
+    """Writes what `explain` says of the tensors of one compiled program."""
+
+    def __init__(self, compiled: CompiledProgram):
+        self.compiled, self.graph = compiled, compiled.graph
+        self.provenance = Provenance(compiled.sharded)
+        self.causes = Causes(compiled, self.provenance)
+        self._overlapped = compiled.segmented.overlapped
+        self._loops = self._overlapped.loops
+        self._by_tensor: dict[int, list[Set]] | None = None
+
+    def lines(self, tensor: int) -> Iterator[str]:
+        """Everything there is to say about one tensor."""
+        made = self.graph.tensors[tensor]
+        if tensor not in self.compiled.sharded.homes:
+            yield f"{made.label}: {made.type} at {quoted(made.line)}: no output needs it, so it is not computed"
+            return
+        home = self.compiled.sharded.homes[tensor]
+        yield f"{made.label}: {made.type}, sharded {home} on {home.mesh}"
+        yield f"  {self._maker(tensor)} at {quoted(made.line)}"
+        yield from (f"  {line}" for line in self._why(tensor))
+        yield from (f"  {line}" for line in self._alternative(tensor))
+        yield from (f"  {line}" for line in self._meshes(tensor))
+        yield from (f"  {line}" for line in self._chunks(tensor))
+        yield "communication for it:"
+        yield from (f"  {line}" for line in self._moves(tensor))
+
+    def in_short(self, tensor: int) -> str:
+        """Why a tensor is sharded as it is, in a cell of a table."""
+        if tensor in self.graph.annotations:
+            return self.graph.implied.get(tensor) or f"annotated at {self.graph.annotation_lines[tensor]}"
+        if self.provenance.producer(tensor) is None:
+            return "never annotated: replicated"
+        origins = self.provenance.origins(tensor)
+        return ", ".join(map(self._short_origin, origins)) or "whole: nothing splits it"
+
+    def _short_origin(self, origin: Origin) -> str:
+        if origin.way is None:
+            return f"{origin.split}: cheapest"
+        direction = "for" if origin.backward else "from"
+        return f"{origin.split} {direction} {self._label(origin.way.end)}"
+
+    def _label(self, tensor: int) -> str:
+        return self.graph.tensors[tensor].label
+
+    def _maker(self, tensor: int) -> str:
+        node = self.provenance.producer(tensor)
+        if node is None:
+            return "an input, defined"
+        return f"made by {node.name}({', '.join(map(self._label, node.inputs))})"
+
+    # why
+
+    def _why(self, tensor: int) -> Iterator[str]:
+        if tensor in self.graph.annotations:
+            yield self.graph.implied.get(tensor) or f"annotated so at {quoted(self.graph.annotation_lines[tensor])}"
+            made = self.provenance.made_as(tensor)
+            if made != self.compiled.sharded.homes[tensor]:
+                yield f"its op makes it as {made}, because:"
+        elif self.provenance.producer(tensor) is None:
+            yield "never annotated: an input without an annotation is replicated, whole on every rank"
+        if self.provenance.producer(tensor) is None:
+            return
+        origins = self.provenance.origins(tensor)
+        yield from map(self._origin, origins)
+        if not origins:
+            yield self._whole(tensor)
+
+    def _whole(self, tensor: int) -> str:
+        node, homes = self.provenance.producer(tensor), self.compiled.sharded.homes
+        split = [i for i in node.inputs if homes[i].splits] if node is not None else []
+        if split:
+            return f"computed whole: no split of {', '.join(map(self._label, dict.fromkeys(split)))} is left in it"
+        return "computed whole: neither an operand nor an annotation splits it over an axis"
+
+    def _origin(self, origin: Origin) -> str:
+        what = f"{origin.split} on dim {origin.dim}" if origin.dim is not None else f"unreduced over {origin.split}"
+        if origin.way is None:
+            return f"{what}: no annotation asks for it; it was the cheapest"
+        end = origin.way.end
+        said = f", {said_of(self.graph, end)}" if origin.annotated else ", where it was cheapest"
+        through = self._through(origin.chain[:-1])
+        if origin.backward:
+            return f"{what}: wanted by {self._label(end)}{through}{said}"
+        reduced = "a dim summed over is split in" if origin.dim is None else "follows"
+        return f"{what}: {reduced} {self._label(end)}{through}{said}"
+
+    def _through(self, chain: Sequence[int]) -> str:
+        if not chain:
+            return ""
+        named = list(map(self._label, chain[-_SHOWN + 1 :] if len(chain) > _SHOWN else chain))[::-1]
+        if len(chain) > _SHOWN:
+            named += [f"... {len(chain) - _SHOWN} more ...", self._label(chain[0])]
+        return f" through {', '.join(named)}"
+
+    def _alternative(self, tensor: int) -> Iterator[str]:
+        node = self.provenance.producer(tensor)
+        if node is None:
+            return
+        choice = self.compiled.sharded.choices[node.id]
+        cost = f"{duration(choice.seconds)} modelled, what happens to its result not counted"
+        yield f"{node.name} is computed {self._source(node, choice.source)}: {cost}"
+        other = choice.runner_up
+        if other is None:
+            yield self._no_other()
+            return
+        verdict = _verdict(choice.seconds, other.seconds)
+        yield f"the alternative, {self._other(node, choice, other)}: {duration(other.seconds)} modelled{verdict}"
+
+    def _other(self, node: Node, choice: Choice, other: RunnerUp) -> str:
+        """What the runner-up follows; where that is what the op follows, too, also in what it differs."""
+        told = self._source(node, other.source)
+        return told if told != self._source(node, choice.source) else f"{told}, {self._unlike(node, choice, other)}"
+
+    def _unlike(self, node: Node, choice: Choice, other: RunnerUp) -> str:
+        pairs = [
+            *zip(node.outputs, choice.placement.results, other.results, strict=True),
+            *zip(node.inputs, choice.placement.operands, other.operands, strict=True),
+        ]
+        unlike = [f"{self._label(tensor)} as {theirs}" for tensor, mine, theirs in pairs if theirs != mine]
+        return f"with {', '.join(dict.fromkeys(unlike))}" if unlike else "in another order"
+
+    def _meshes(self, tensor: int) -> Iterator[str]:
+        """Why its op runs on its mesh, where it could have run on others."""
+        node = self.provenance.producer(tensor)
+        if node is None or any(i in self.graph.annotations for i in node.outputs):
+            return
+        search = _meshes_of(self.compiled.sharded)
+        here = search.nodes[node.id]
+        for other in search.others(node):
+            sent, otherwise = (number(search.sent(node, mesh)) for mesh in (here, other))
+            yield (
+                f"it runs on {here}, which has {sent} bytes sent between meshes for it; on {other} it would be "
+                f"{otherwise}"
+            )
+
+    def _no_other(self) -> str:
+        near = self.compiled.taken_from
+        return "there was no other way to compute it" if near is None else f"taken over from {_plan_of(near)}"
+
+    def _source(self, node: Node, source: Source) -> str:
+        whole = "" if source.split_reduction else ", with the reduced dims whole"
+        if source.kind == "operand":
+            return f"following {self._label(node.inputs[source.place])}{whole}"
+        if source.kind == "result":
+            return f"as {self._label(node.outputs[source.place])} is wanted{whole}"
+        if source.kind == "carry":
+            return f"on the unreduced terms of {self._label(node.inputs[source.place])}"
+        if source.kind == "pieces":
+            return f"by moving the pieces of {self._label(node.inputs[0])} that ranks lack"
+        assert source.kind == "whole", source
+        return "whole on every rank"
+
+    # chunks
+
+    def _chunks(self, tensor: int) -> Iterator[str]:
+        """Whether its op works in chunks, and why not where the user asked for that."""
+        for loop in self._loops:
+            if tensor in loop.cuts and any(tensor in self.graph.nodes[c.node].outputs for c in loop.computes):
+                how = ", in a ring" if loop.ring else ""
+                asked = f"asked for at {quoted(loop.stream.line)}"
+                yield f"made in {loop.chunks} chunks of {loop.cuts[tensor]}{how}, {asked}"
+        if tensor in self._overlapped.refused:
+            yield f"{self._overlapped.refused[tensor]} (asked for at {quoted(self.graph.streams[tensor].line)})"
+
+    # communication
+
+    def _moves(self, tensor: int) -> Iterator[str]:
+        found = self._moves_of().get(tensor, [])
+        if not found:
+            yield "none: every reader takes it as it is"
+        for step in found:
+            moved = f"{step.move.src} -> {step.move.dst}"
+            asked = f"asked for by {self._asker(step.why)} at {quoted(step.line)}"
+            if step.move.kind is MoveKind.SLICE:
+                yield f"each rank takes its part, no bytes: {moved}, {asked}"
+            else:
+                count = number(wire_bytes(self.graph, tensor, step.move))
+                took = duration(self.compiled.resharded.seconds(step))
+                yield f"{_collective(step)}, {count} bytes per rank, {took}: {moved}, {asked}"
+                yield from self._needed(step)
+
+    def _moves_of(self) -> dict[int, list[Set]]:
+        """By tensor, all of its moves in order."""
+        if self._by_tensor is None:
+            self._by_tensor = {}
+            for step in self.compiled.resharded.steps:
+                if isinstance(step, Set):
+                    tensor = self.compiled.resharded.values[step.source].tensor
+                    self._by_tensor.setdefault(tensor, []).append(step)
+        return self._by_tensor
+
+    def _needed(self, step: Set) -> Iterator[str]:
+        """The annotations of other tensors that a collective is for."""
+        tensor = self.compiled.resharded.values[step.source].tensor
+        for other in self.causes.of(step).needed:
+            if other != tensor:
+                yield f"  for {self._label(other)}, {said_of(self.graph, other)}"
+
+    def _asker(self, why: str) -> str:
+        return re.sub(r"\bt(\d+)\b", lambda found: self._label(int(found.group(1))), why)
+
+
+def _meshes_of(sharded: ShardedDefinition) -> MeshSearch:
+    """What each op's mesh has sent between meshes, as the plan has placed the ops."""
+    graph, homes = sharded.graph, sharded.homes
+    placed = {i: sharding.mesh for i, sharding in graph.annotations.items()}
+    nodes = {node.id: homes[node.outputs[0]].mesh for node in graph.nodes}
+    made = {i: homes[i].mesh for node in graph.nodes for i in node.outputs}
+    return MeshSearch(graph, placed, next(iter(nodes.values())), nodes, {**placed, **made}, users(graph.nodes))
+
+
+def _collective(step: Set) -> str:
+    over = f" over {', '.join(map(str, step.move.axes))}" if step.move.axes else ""
+    return f"{step.move.kind.value}{over}"
+
+
+def _verdict(taken: float, other: float) -> str:
+    if other < taken:
+        return ", cheaper here but dearer for the ops after it"
+    if duration(other) == duration(taken):
+        return ", as long: the first of equals was taken"
+    return f" ({figures(other / taken)} times)" if taken > 0 else ""

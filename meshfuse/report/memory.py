@@ -1,0 +1,83 @@
+"""What a rank holds at its peak, and a warning where that is more than the bound."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+from ..compiler import CompiledProgram
+from ..errors import SourceLine
+from ..number_text import number
+from ..reshard.rematerialize import peak
+from ..resharding import Compute, ReshardedDefinition
+from .bill import table
+from .plan_warning import PlanWarning
+
+# How many of the values at the peak are shown.
+_TOLD = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A value that a rank holds at the peak: bytes, the tensor's name, its sharding, its origin and its line.
+
+    `origin` is "argument", "op" (and its name), or the collective that made it.
+    """
+
+    nbytes: int
+    tensor: str
+    sharding: str
+    origin: str
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The most bytes that a rank holds at once, in which op of which line, and the values held, largest first."""
+
+    peak: int
+    step: str
+    held: tuple[Held, ...]
+
+    def __str__(self) -> str:
+        rows = [("bytes", "tensor", "sharding", "from", "line")]
+        rows += [(number(h.nbytes), h.tensor, h.sharding, h.origin, h.line) for h in self.held[:_TOLD]]
+        left = self.held[_TOLD:]
+        if left:
+            rows.append((number(sum(h.nbytes for h in left)), f"{len(left)} more", "", "", ""))
+        return f"at most {number(self.peak)} bytes per rank, {self.step}\n{table(rows, right=(0,))}"
+
+
+def modelled_memory(compiled: CompiledProgram) -> Memory:
+    """The peak memory of a compiled program, as modelled; what ops need for themselves is not known."""
+    resharded = compiled.resharded
+    found = peak(resharded)
+    made = {v: step for step in resharded.steps for v in step.outputs}
+    held = []
+    for v in found.held:
+        tensor, sharding = resharded.graph.tensors[resharded.values[v].tensor], resharded.values[v].sharding
+        origin = resharded.name_of(made[v]) if v in made else "argument"
+        held.append(Held(resharded.nbytes(v), tensor.label, str(sharding), origin, str(tensor.line)))
+    return Memory(found.nbytes, _step(resharded, found.place), tuple(held))
+
+
+def _step(resharded: ReshardedDefinition, place: int) -> str:
+    if place == len(resharded.steps):
+        return "at the end"
+    step = resharded.steps[place]
+    line = resharded.graph.nodes[step.node].line if isinstance(step, Compute) else step.line
+    return f"in {resharded.name_of(step)} at {line}"
+
+
+def watch_memory(compiled: CompiledProgram, limit: float | None, line: SourceLine) -> None:
+    """Warn (PlanWarning, at the user's line) where a plan holds more than `limit`, whatever is gathered again."""
+    if limit is None or not compiled.graph.nodes:
+        return
+    found = modelled_memory(compiled)
+    if found.peak > limit:
+        most = "; ".join(f"{h.tensor} {h.sharding} at {h.line}, {number(h.nbytes)}" for h in found.held[:3])
+        text = (
+            f"a rank holds {number(found.peak)} bytes {found.step}, more than max_memory={number(limit)}; the largest: "
+            f"{most}. What can be gathered again already is: split one of these over another mesh axis by mesh_split."
+        )
+        warnings.warn_explicit(text, PlanWarning, line.file, line.line)

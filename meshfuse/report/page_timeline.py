@@ -1,0 +1,76 @@
+"""The timeline of the page: ops at the peak rate, collectives at the speed of their links, and no overlap.
+
+Its bars are the page's rows and the bill's entries. `report/timeline.py` plays the host programs instead, with overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .. import costs
+from ..compiler import CompiledProgram
+from ..reshard.steps import MoveKind
+from ..resharding import Compute, Set
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """From `start` on, for so many `seconds`, a rank computes a node or takes part in a collective.
+
+    collective: its place in the bill; -1 for a node.
+    node: the node's number; None for a collective.
+    """
+
+    start: float
+    seconds: float
+    node: int | None
+    collective: int = -1
+
+
+Lane = tuple[tuple[int, ...], tuple[Bar, ...]]
+
+
+def lanes(compiled: CompiledProgram) -> list[Lane]:
+    """The ranks that do the same at the same times, with their bars.
+
+    A collective begins when its last rank has come.
+    """
+    clock = dict.fromkeys(compiled.ranks, 0.0)
+    bars: dict[int, list[Bar]] = {rank: [] for rank in compiled.ranks}
+    place = 0
+    for step in compiled.resharded.steps:
+        if isinstance(step, Compute):
+            ranks, seconds = step.placement.results[0].mesh.ranks, _compute_seconds(compiled, step)
+            alike = {start: Bar(start, seconds, step.node) for start in {clock[rank] for rank in ranks}}
+            for rank in ranks:
+                bars[rank].append(alike[clock[rank]])
+                clock[rank] += seconds
+        elif step.move.kind is not MoveKind.SLICE:
+            _communicate(compiled, step, place, clock, bars)
+            place += 1
+    return _merged(bars)
+
+
+def _compute_seconds(compiled: CompiledProgram, step: Compute) -> float:
+    call = compiled.graph.nodes[step.node].call
+    mesh = step.placement.results[0].mesh
+    return costs.computation(call.op.flops(call) / step.placement.ways, mesh.flops)
+
+
+def _communicate(
+    compiled: CompiledProgram, step: Set, place: int, clock: dict[int, float], bars: dict[int, list[Bar]]
+) -> None:
+    seconds = compiled.resharded.seconds(step)
+    ranks = {*step.move.src.mesh.ranks, *step.move.dst.mesh.ranks}
+    for group in {step.move.group(rank) for rank in ranks}:
+        bar = Bar(max(clock[rank] for rank in group), seconds, None, place)
+        for rank in group:
+            bars[rank].append(bar)
+            clock[rank] = bar.start + seconds
+
+
+def _merged(bars: dict[int, list[Bar]]) -> list[Lane]:
+    alike: dict[tuple[Bar, ...], list[int]] = {}
+    for rank, found in bars.items():
+        alike.setdefault(tuple(found), []).append(rank)
+    return [(tuple(ranks), found) for found, ranks in alike.items()]

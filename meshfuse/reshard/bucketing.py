@@ -1,0 +1,138 @@
+"""Small collectives of one kind brought together, as each costs a start.
+
+Reductions are put off until a result is needed. Gradients and statistics are many small ones over the same ranks. The
+first step that reads a reduced value waits, and so do those after it that depend on it; what does not depend on it goes
+first, and the reductions met on the way are done together (as PyTorch's DistributedDataParallel buckets gradients: Li
+et al., VLDB 2020). Reductions that only outputs read come last. All-gathers of inputs, such as the biases and scales of
+a layer, go with the first of them (as its FullyShardedDataParallel gathers a layer's parameters: Zhao et al., VLDB
+2023). Exchanges are brought together where they are neighbours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+
+from ..resharding import Compute, ReshardedDefinition, Set, Step
+from .steps import MoveKind
+
+# A larger all-reduce goes where it stands, and one of at most the second size also goes with one that is not its own.
+LARGEST, _SMALL = 4 << 20, 64 << 10
+# Of the larger side of any other move: putting pieces together and apart is a copy of each.
+LARGEST_COPIED = 1 << 20
+# How many steps may be put off for one reduction: keeps the work linear and buffers' lives short.
+_WINDOW = 32
+# And how many steps sooner an input is gathered, about a layer's, after so many ops on it.
+_SOONER, _CHAIN = 128, 4
+_REDUCTIONS = (MoveKind.ALL_REDUCE, MoveKind.REDUCE_SCATTER)
+_EXCHANGES = (MoveKind.ALL_TO_ALL, MoveKind.EXCHANGE, MoveKind.WINDOW)
+
+
+def bucket_key(resharded: ReshardedDefinition, step: Step) -> object:
+    """Equal for moves that can be one call; None for steps that are always one of their own."""
+    if not isinstance(step, Set) or step.move.kind in (MoveKind.SLICE, MoveKind.TRANSFER):
+        return None
+    kind, src = step.move.kind, step.move.src
+    sizes = resharded.nbytes(step.source), resharded.nbytes(step.target)
+    if sizes[0] > LARGEST if kind is MoveKind.ALL_REDUCE else max(sizes) > LARGEST_COPIED:
+        return None
+    dtype = resharded.type_of(step.source).dtype
+    return MoveKind.EXCHANGE if kind in _EXCHANGES else kind, src.mesh, step.move.axes, src.reduce, dtype
+
+
+def bucket_collectives(resharded: ReshardedDefinition, sparing: bool = False) -> ReshardedDefinition:
+    """The same steps, reordered so that moves that can be one call are neighbours. The order is the same on all ranks.
+
+    `sparing` puts off all-reduces only: their operands take no more memory than their results.
+    """
+    kinds = _REDUCTIONS[:1] if sparing else _REDUCTIONS
+    steps = _Postponer(resharded, kinds).run()
+    return dataclasses.replace(resharded, steps=tuple(steps if sparing else _sooner(resharded, steps)))
+
+
+def _sooner(resharded: ReshardedDefinition, steps: list[Step]) -> list[Step]:
+    """The steps with small all-gathers of inputs, or of a few ops on inputs, beside the first of their kind."""
+    keys = {place: key for place, step in enumerate(steps)
+            if _is_gather(step) and (key := bucket_key(resharded, step)) is not None}  # fmt: skip
+    if len(keys) == len(set(keys.values())):
+        return steps
+    made_by = _made_by(resharded, steps)
+    first: dict[object, int] = {}
+    moved: dict[int, int] = {}
+    for place, key in keys.items():
+        before = made_by.get(steps[place].inputs[0])
+        if before is not None:
+            if place - first.setdefault(key, place) > _SOONER:
+                first[key] = place
+            late = [made for made in before if moved.get(made, made) > first[key]]
+            moved.update(dict.fromkeys((place, *late), first[key]))
+    turns = [(moved.get(place, place), isinstance(step, Set), place) for place, step in enumerate(steps)]
+    return [steps[place] for *_, place in sorted(turns)]
+
+
+def _made_by(resharded: ReshardedDefinition, steps: Sequence[Step]) -> dict[int, tuple[int, ...]]:
+    """By value that a few ops make of inputs alone, such as a cast, the places of these ops."""
+    known: dict[int, tuple[int, ...]] = dict.fromkeys(resharded.inputs, ())
+    for place, step in enumerate(steps):
+        if isinstance(step, Compute) and all(v in known for v in step.inputs):
+            chain = (*sorted({made for v in step.inputs for made in known[v]}), place)
+            if len(chain) <= _CHAIN:
+                known.update(dict.fromkeys(step.outputs, chain))
+    return known
+
+
+def _is_gather(step: Step) -> bool:
+    return isinstance(step, Set) and step.move.kind is MoveKind.ALL_GATHER
+
+
+class _Postponer:
+    """`held` are reductions put off, `waiting` the steps that depend on them, `done` all others, in their order."""
+
+    def __init__(self, resharded: ReshardedDefinition, kinds: Sequence[MoveKind]):
+        self.resharded, self.kinds = resharded, kinds
+        self.left: deque[Step] = deque(resharded.steps)
+        self.done: list[Step] = []
+        self.held: list[Set] = []
+        self.waiting: list[Step] = []
+        self.missing: set[int] = set()
+
+    def run(self) -> list[Step]:
+        while self.left or self.waiting:
+            if not self.left or len(self.waiting) > _WINDOW:
+                self._release()
+            else:
+                self._take(self.left.popleft())
+        keys = list(map(self._key, self.held))
+        return [
+            *self.done,
+            *(s for key in dict.fromkeys(keys) for s, k in zip(self.held, keys, strict=True) if k == key),
+        ]
+
+    def _key(self, step: Step) -> object:
+        return bucket_key(self.resharded, step)
+
+    def _take(self, step: Step) -> None:
+        if not self.missing.isdisjoint(step.inputs):
+            self.waiting.append(step)
+            self.missing.update(step.outputs)
+        elif isinstance(step, Set) and step.move.kind in self.kinds and self._key(step) is not None:
+            self.held.append(step)
+            self.missing.add(step.target)
+        else:
+            self.done.append(step)
+
+    def _release(self) -> None:
+        """Do the reductions that the first waiting step needs, and small ones with them; then take up what waited."""
+        needed = set(self.waiting[0].inputs)
+        # In the order of the reductions: that of a set of texts is another one on every rank.
+        keys = list(dict.fromkeys(self._key(s) for s in self.held if s.target in needed))
+        go = [s for s in self.held if s.target in needed or (self._key(s) in keys and self._is_small(s))]
+        go.sort(key=lambda s: keys.index(self._key(s)))
+        self.done += go
+        self.held = [s for s in self.held if s not in go]
+        self.left.extendleft(reversed(self.waiting))
+        self.waiting, self.missing = [], {s.target for s in self.held}
+
+    def _is_small(self, step: Set) -> bool:
+        return self.resharded.nbytes(step.source) <= _SMALL

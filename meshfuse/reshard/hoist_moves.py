@@ -1,0 +1,101 @@
+"""Large moves put where they can begin: right after what makes their source, or ahead of their reader.
+
+Moves are inserted just before their first readers, and those of outputs last. There they would run alone, if the ops
+that they could run beside are in the same segment as their reader: so the segment is cut, if both the move and the work
+beside it take long enough to be worth a launch more.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..costs import DEVICE_FLOPS, DEVICE_LINK, DEVICE_MEMORY
+from ..graph import Graph
+from ..ops.base import Call
+from ..placement.factors import Placement
+from ..resharding import Compute, ReshardedDefinition, Set, Step
+from .steps import Move, MoveKind
+
+# Modelled seconds of a move, and of the work beside it, that are worth a launch more.
+WORTH_A_LAUNCH = 20e-6
+# An input is gathered as much work ahead of its reader as the move takes, times this.
+_AHEAD = 2.0
+
+
+def local_cost(call: Call, placement: Placement) -> tuple[float, float]:
+    """Of an op on one rank: (operations, bytes that it reads and writes at least)."""
+    pairs = [*zip(placement.operands, call.types, strict=True), *zip(placement.results, call.results, strict=True)]
+    nbytes = sum(t.nbytes / math.prod(s.size or 1 for s in sharding.splits) for sharding, t in pairs)
+    return call.op.flops(call) / placement.ways, nbytes
+
+
+class Seconds:
+    """Modelled seconds of steps on one rank, looked up for equal ones."""
+
+    def __init__(self, resharded: ReshardedDefinition):
+        self.resharded = resharded
+        self.graph: Graph = resharded.graph
+        self._known: dict[object, float] = {}
+
+    def of(self, step: Step) -> float:
+        """Seconds of an op's computation, or of a move."""
+        if isinstance(step, Compute):
+            call = self.graph.nodes[step.node].call
+            key: object = (id(call), id(step.placement))
+            if key not in self._known:
+                flops, nbytes = local_cost(call, step.placement)
+                self._known[key] = max(flops / DEVICE_FLOPS, nbytes / DEVICE_MEMORY)
+            return self._known[key]
+        kind = self.resharded.type_of(step.source)
+        key = (step.move, kind)
+        if key not in self._known:
+            self._known[key] = _moved(step.move, kind.shape) * kind.dtype.itemsize / DEVICE_LINK.bandwidth
+        return self._known[key]
+
+
+def _moved(move: Move, shape: Sequence[int]) -> float:
+    """Elements of the largest shard that a move sends or receives."""
+    if move.kind is MoveKind.SLICE:
+        return 0.0
+    sizes = move.src.max_local_numel(shape), move.dst.max_local_numel(shape)
+    return float(2 * sizes[0] if move.kind is MoveKind.ALL_REDUCE else max(sizes))
+
+
+def hoist_moves(resharded: ReshardedDefinition) -> ReshardedDefinition:
+    """The same steps, with moves that are worth it earlier. The order is the same on all ranks."""
+    seconds = Seconds(resharded)
+    if not any(isinstance(step, Set) and seconds.of(step) >= WORTH_A_LAUNCH for step in resharded.steps):
+        return resharded
+    costs = [seconds.of(step) for step in resharded.steps]
+    keys = _places(resharded, costs)
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    return replace(resharded, steps=tuple([resharded.steps[place] for place in order]))
+
+
+def _places(resharded: ReshardedDefinition, costs: Sequence[float]) -> list[tuple[int, int]]:
+    """For each step a key to sort by: the place that it comes after, and its turn there."""
+    work = [c if isinstance(s, Compute) else 0.0 for s, c in zip(resharded.steps, costs, strict=True)]
+    until = list(itertools.accumulate(work, initial=0.0))
+    made_at: dict[int, int] = dict.fromkeys(resharded.inputs, -1)
+    keys: list[tuple[int, int]] = []
+    for place, step in enumerate(resharded.steps):
+        base = place
+        if isinstance(step, Set) and step.node is None and costs[place] >= WORTH_A_LAUNCH:
+            first = made_at[step.source]
+            if first < 0:
+                first = _ahead(until, place, _AHEAD * costs[place])
+            if until[place] - until[first + 1] >= WORTH_A_LAUNCH:
+                base = first
+        keys.append((base, -1 if base == place else place))
+        for value in step.outputs:
+            made_at[value] = base
+    return keys
+
+
+def _ahead(until: Sequence[float], place: int, seconds: float) -> int:
+    """The last place with `seconds` of work between it and this one; the first place where there is not so much."""
+    return bisect.bisect_right(until, until[place] - seconds) - 2

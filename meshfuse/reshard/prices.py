@@ -1,0 +1,153 @@
+"""What a move costs: its modelled seconds on the links of its axes, and the bytes that a rank sends."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from .. import costs
+from ..costs import Link
+from ..mesh import DeviceMesh
+from ..sharding import layout as lay
+from ..sharding.layout import Layout, Split
+from ..sharding.value import Sharding
+from .steps import Move, MoveKind, group_size, is_even, sampled_ranks
+from .windows import window_peers, window_wire
+
+# Of plans that take as long the one of fewer moves is the better one: a slice, which moves nothing, counts half, and an
+# exchange of any pieces twice.
+SLICE_SECONDS, MOVE_SECONDS, EXCHANGE_SECONDS = 1e-13, 2e-13, 4e-13
+
+
+class Price(NamedTuple):
+    """Modelled seconds, and the bytes that the rank with the largest shard sends: exact where sizes divide."""
+
+    seconds: float
+    wire: float
+
+
+FREE = Price(SLICE_SECONDS, 0.0)
+_IN_RINGS = {
+    MoveKind.ALL_REDUCE: (costs.all_reduce, 2),
+    MoveKind.REDUCE_SCATTER: (costs.reduce_scatter, 1),
+    MoveKind.ALL_TO_ALL: (costs.all_to_all, 1),
+    MoveKind.ALL_GATHER: (costs.all_gather, 1),
+}
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def price(move: Move, shape: tuple[int, ...], itemsize: float) -> Price:
+    """The price of a move of a tensor of this global shape."""
+    if move.kind is MoveKind.SLICE:
+        return FREE
+    mesh = move.src.mesh
+    if move.kind is MoveKind.TRANSFER:
+        wire = itemsize * max(move.dst.max_local_numel(shape), 1)
+        return Price(costs.permute(between(mesh, move.dst.mesh), wire), wire)
+    n, link = group_size(move.axes), link_over(mesh, move.axes)
+    ring = _IN_RINGS.get(move.kind)
+    if ring is not None:
+        form, passes = ring
+        whole = move.dst if move.kind is MoveKind.ALL_GATHER else move.src
+        nbytes = itemsize * whole.max_local_numel(shape)
+        if move.kind is MoveKind.ALL_TO_ALL and not is_even(move.src, move.dst, shape):
+            nbytes = itemsize * received(move.src, move.dst, shape) * n / (n - 1)
+        return Price(form(link, n, nbytes) + MOVE_SECONDS, passes * (n - 1) / n * nbytes)
+    if move.kind is MoveKind.WINDOW:
+        n, wire = 1 + window_peers(move), itemsize * window_wire(move)
+    else:
+        lacking = received(move.src, move.dst, shape)
+        n, wire = 1 + _peers(move, shape, lacking), itemsize * lacking
+    return Price(costs.exchange(link, n, wire) + EXCHANGE_SECONDS, wire)
+
+
+def _peers(move: Move, shape: tuple[int, ...], elements: float) -> int:
+    """From how many other ranks a rank gets so many elements in an exchange, at most.
+
+    Where blocks differ in size that is not known; then each may come from another rank.
+    """
+    found, n = holders(move.src, move.dst, shape), group_size(move.axes)
+    most = found.count - found.itself if found.of_all else max(math.ceil(elements), (n - 1).bit_length())
+    return min(n - 1, most)
+
+
+class Holders(NamedTuple):
+    """How many shards have something of one that a rank is to have, and whether every rank's own is one of them.
+
+    Dims whose blocks differ in size are not counted; `of_all` if there are none.
+    """
+
+    count: int
+    itself: bool
+    of_all: bool
+
+
+def holders(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> Holders:
+    """The shards of the source that have something of one of the target's."""
+    count, itself, of_all = 1, True, True
+    for old, new, n in zip(src.dims, dst.dims, shape, strict=True):
+        if old != new:
+            along = _holders(old, new, n, dst.mesh)
+            count, itself, of_all = count * along.count, itself and along.itself, of_all and along.of_all
+    return Holders(count, itself, of_all)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _holders(old: Layout, new: Layout, n: int, mesh: DeviceMesh) -> Holders:
+    """The same of one dim."""
+    count = lay.holders(old, new, n)
+    return Holders(1, True, False) if count is None else Holders(count, all(_shared(old, new, n, mesh)), True)
+
+
+def link_over(mesh: DeviceMesh, axes: Sequence[Split]) -> Link:
+    """The link of a collective over these axes and sub-axes: the slowest of theirs."""
+    return mesh.links[0] if mesh.uniform else mesh.link(tuple(split.axis or "" for split in axes))
+
+
+def between(a: DeviceMesh, b: DeviceMesh) -> Link:
+    """The link between two meshes: that of the slowest axis of both."""
+    return costs.slowest((a.link(()), b.link(())))
+
+
+def received(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> float:
+    """Elements that a rank gets from others if it gets everything in one step: the mean over sampled ranks."""
+    if not shape:
+        return 0.0
+    there = _total([_shared(old, new, n, dst.mesh) for old, new, n in zip(src.dims, dst.dims, shape, strict=True)])
+    return (_held(dst, shape) - there) / len(sampled_ranks(dst.mesh))
+
+
+def held(sharding: Sharding, shape: tuple[int, ...]) -> float:
+    """Elements that a rank has: the mean over sampled ranks."""
+    return _held(sharding, shape) / len(sampled_ranks(sharding.mesh)) if shape else 1.0
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _held(sharding: Sharding, shape: tuple[int, ...]) -> int:
+    """Elements of all sampled ranks together."""
+    return _total([_shared(layout, layout, n, sharding.mesh) for layout, n in zip(sharding.dims, shape, strict=True)])
+
+
+def lacking(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> float:
+    """Elements that a rank must get on any way, as a mean.
+
+    A sum of p terms takes p - 1 messages until one rank has it, and one more for every other rank that needs it.
+    """
+    if src.partial == dst.partial:
+        return received(src, dst, shape)
+    left = group_size(dst.partial)
+    return held(dst, shape) + math.prod(shape) * (group_size(src.partial) - 2 * left) / dst.mesh.size
+
+
+def _total(counts: Iterable[tuple[int, ...]]) -> int:
+    """Elements of all sampled ranks together, given how many indices of each dim each of them holds."""
+    return sum(map(math.prod, zip(*counts, strict=True)))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _shared(old: Layout, new: Layout, n: int, mesh: DeviceMesh) -> tuple[int, ...]:
+    """For each sampled rank how many indices of a dim it holds in both layouts."""
+    sides = [[lay.digits(layout, mesh, rank) for rank in sampled_ranks(mesh)] for layout in (old, new)]
+    return tuple([lay.shared(old, a, new, b, n) for a, b in zip(*sides, strict=True)])

@@ -1,0 +1,311 @@
+"""The bytes that a rank holds at each step, and what it moves again in place of keeping it.
+
+A tensor that was gathered for one op and is read again much later, such as a weight in the forward and in the backward,
+is held all the time in between. Where that is more than a limit allows it is dropped after the one and gathered again
+for the other, as in stage 3 of ZeRO (Rajbhandari et al. 2020). What costs the fewest seconds per byte goes first.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import SourceLine
+from ..mesh import DeviceMesh
+from ..resharding import Compute, ReshardedDefinition, Set, Step
+from .steps import MoveKind
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Where a rank holds most: so many bytes while this step is done, in these values, the largest first."""
+
+    nbytes: int
+    place: int
+    held: tuple[int, ...]
+
+
+def peak(resharded: ReshardedDefinition) -> Peak:
+    """The most that a rank holds: arguments all the time, results to the end, all else until it is read last.
+
+    A view, as a slice is, keeps what it is of. What ops need inside (a scratch buffer of a library) is not known, and
+    what a kernel fuses is counted as if it were in memory.
+    """
+    return _Usage(resharded).peak()
+
+
+def rematerialize_gathers(resharded: ReshardedDefinition, limit: float) -> ReshardedDefinition:
+    """The steps with moves done again where a rank would hold more than `limit` bytes; as far as that helps."""
+    usage = _Usage(resharded)
+    while (found := usage.peak()).nbytes > limit and usage.lower(found, limit):
+        pass
+    return usage.rewritten()
+
+
+@dataclass(slots=True, eq=False)
+class _Life:
+    """A value from the step that makes it (-1: it is an argument) to its last read.
+
+    `again` is the move that makes it just before its first step, where it is one that was dropped.
+    """
+
+    value: int
+    start: int
+    reads: list[int]
+    again: Set | None = None
+
+    @property
+    def end(self) -> int:
+        return self.reads[-1] if self.reads else self.start
+
+    def covers(self, place: int) -> bool:
+        return self.start <= place <= self.end
+
+
+@dataclass(frozen=True, slots=True)
+class _Gain:
+    """What is saved by dropping a life until it is read `back`: moves from what is there then, and their seconds."""
+
+    life: _Life
+    back: int
+    moves: tuple[Set, ...]
+    nbytes: int
+    seconds: float
+
+    @property
+    def worth(self) -> float:
+        return self.nbytes / max(self.seconds, 1e-12)
+
+
+class _Usage:
+    """Lives of values, and the bytes that they take at each step, on ranks of each kind: those of the same meshes."""
+
+    def __init__(self, resharded: ReshardedDefinition):
+        self.resharded, self.values = resharded, resharded.values
+        self.made_by: dict[int, Step] = {}
+        self.lives: dict[int, list[_Life]] = {}
+        self._seen_through: set[int] = set()  # Values of which there are views.
+        self._arguments: dict[int, list[_Life]] = {}  # By views of theirs, too.
+        self._sizes: dict[int, int] = {}
+        self._collect()
+        meshes = list(dict.fromkeys(value.sharding.mesh for value in self.values))
+        kinds = {tuple(rank in mesh for mesh in meshes) for mesh in meshes for rank in mesh.ranks}
+        self.kinds = [{mesh for mesh, there in zip(meshes, kind, strict=True) if there} for kind in sorted(kinds)]
+        self.held = [self._counted(kind) for kind in self.kinds]
+        self._delayed: set[int] = set()
+
+    def _collect(self) -> None:
+        """The lives, one for each value that is no view; what reads a view reads what it is a view of."""
+        resharded = self.resharded
+        roots = {v: v for v in resharded.inputs}
+        last = len(resharded.steps)
+        for v in resharded.inputs:
+            self.lives[v] = [_Life(v, -1, [])]
+        for place, step in enumerate(resharded.steps):
+            for v in dict.fromkeys(step.inputs):
+                self._read(roots[v], place)
+            root = roots[step.inputs[0]] if self._is_view(step) else None
+            for v in step.outputs:
+                roots[v] = v if root is None else root
+                if root is None:
+                    self.made_by[v], self.lives[v] = step, [_Life(v, place, [])]
+                else:
+                    self._seen_through.add(root)
+        for v in (*resharded.inputs, *resharded.outputs):
+            self._read(roots[v], last)
+        inputs = set(resharded.inputs)
+        self._arguments = {v: self.lives[root] for v, root in roots.items() if root in inputs}
+
+    def _is_view(self, step: Step) -> bool:
+        if isinstance(step, Set):
+            return step.move.kind is MoveKind.SLICE
+        return self.resharded.graph.nodes[step.node].call.op.is_view
+
+    def _read(self, value: int, place: int) -> None:
+        self.lives[value][-1].reads.append(place)
+
+    def _all(self) -> Iterator[_Life]:
+        return (life for lives in self.lives.values() for life in lives)
+
+    def nbytes(self, value: int) -> int:
+        """Of the largest shard."""
+        if value not in self._sizes:
+            self._sizes[value] = self.resharded.nbytes(value)
+        return self._sizes[value]
+
+    def _counted(self, meshes: Collection[DeviceMesh]) -> list[int]:
+        """The bytes at each step, and at the end, on ranks of these meshes."""
+        changes = [0] * (len(self.resharded.steps) + 2)
+        for life in self._all():
+            if self.values[life.value].sharding.mesh in meshes:
+                changes[max(life.start, 0)] += self.nbytes(life.value)
+                changes[life.end + 1] -= self.nbytes(life.value)
+        return list(itertools.accumulate(changes))[:-1]
+
+    def _add(self, value: int, start: int, end: int, sign: int) -> None:
+        """Count a value at the steps from `start` to `end`."""
+        more, mesh = sign * self.nbytes(value), self.values[value].sharding.mesh
+        for kind, held in zip(self.kinds, self.held, strict=True):
+            if mesh in kind:
+                for place in range(max(start, 0), end + 1):
+                    held[place] += more
+
+    def peak(self) -> Peak:
+        """Where ranks of some kind hold most."""
+        tops = [max(range(len(held)), key=held.__getitem__) for held in self.held]
+        most = max(range(len(tops)), key=lambda k: self.held[k][tops[k]])
+        place = tops[most]
+        there = [v for v, lives in self.lives.items() if any(life.covers(place) for life in lives)]
+        there = [v for v in there if self.values[v].sharding.mesh in self.kinds[most]]
+        return Peak(self.held[most][place], place, tuple(sorted(there, key=self.nbytes, reverse=True)))
+
+    # moving again
+
+    def lower(self, peak: Peak, limit: float) -> bool:
+        """Drop what is held at a peak and can be made again, the best first, until it is no more; whether any was."""
+        lives = [life for v in peak.held for life in self.lives[v] if life.start < peak.place < life.end]
+        gains = filter(None, (self._gain(life, peak) for life in lives))
+        over, taken = peak.nbytes - limit, False
+        for found in sorted(gains, key=lambda gain: gain.worth, reverse=True):
+            gain = self._gain(found.life, peak)  # What it was to be made from may be gone by now.
+            if over > 0 and gain is not None:
+                self._take(gain)
+                over, taken = over - gain.nbytes, True
+        return taken
+
+    def _gain(self, life: _Life, peak: Peak) -> _Gain | None:
+        """What dropping a value until it is read again saves; None where that is at this step, or it cannot be made."""
+        at = bisect.bisect_left(life.reads, peak.place)
+        back = life.reads[at]
+        at_once = back == peak.place or back == len(self.resharded.steps) or life.value in self._seen_through
+        moves = None if at_once else self._moves(life.value, back)
+        if not moves:
+            return None
+        root = self._life_for(moves[0].source, back)
+        kept_until = life.reads[at - 1] if at else life.start
+        saved = self.nbytes(life.value) - (self.nbytes(root.value) if root.end < peak.place else 0)
+        if saved <= 0 or self._most(root.value, root.end + 1, kept_until) + self.nbytes(root.value) >= peak.nbytes:
+            return None
+        between = sum([self.nbytes(move.target) for move in moves[:-1]])
+        if between and self._most(life.value, back, back) + between >= peak.nbytes:
+            return None
+        seconds = sum(map(self.resharded.seconds, moves))
+        if not at:  # It was made ahead of its need.
+            seconds -= self.resharded.seconds(moves[-1])
+        return _Gain(life, back, moves, saved, seconds)
+
+    def _moves(self, value: int, place: int) -> tuple[Set, ...] | None:
+        """The moves that make a value from what is there at a step, or what an op made, kept until then."""
+        step = self.made_by.get(value)
+        if not isinstance(step, Set) or step.node is not None or step.move.kind is MoveKind.TRANSFER:
+            return None
+        maker = self.made_by.get(step.source)
+        if self._life_at(step.source, place) is not None or isinstance(maker, Compute):
+            return (step,)
+        before = self._moves(step.source, place)
+        return (*before, step) if before is not None else None
+
+    def _life_for(self, value: int, place: int) -> _Life:
+        """The life of a value that there is at a step, or that can go on until then."""
+        return self._life_at(value, place) or self.lives[value][-1]
+
+    def _most(self, value: int, start: int, end: int) -> int:
+        """The most that ranks of a value hold between two steps."""
+        mesh = self.values[value].sharding.mesh
+        held = [held[start : end + 1] for kind, held in zip(self.kinds, self.held, strict=True) if mesh in kind]
+        return max((max(part, default=0) for part in held), default=0)
+
+    def _life_at(self, value: int, place: int) -> _Life | None:
+        """The life of a value that there is at a step; of an argument's view the argument's."""
+        lives = self.lives.get(value) or self._arguments.get(value, ())
+        return next((life for life in lives if life.covers(place)), None)
+
+    def _take(self, gain: _Gain) -> None:
+        """Drop a value after the read before, and make it again for the next one; later, if there was none before."""
+        life, back = gain.life, gain.back
+        at = life.reads.index(back)
+        later, life.reads = life.reads[at:], life.reads[:at]
+        self._add(life.value, life.end + 1, back - 1, -1)
+        if not life.reads:
+            self._delayed.add(life.value)
+            self.lives[life.value].remove(life)
+            self._add(life.value, life.start, life.start, -1)
+        for move in gain.moves:
+            source = self._life_for(move.source, back)
+            self._add(source.value, source.end + 1, back, 1)
+            bisect.insort(source.reads, back)
+            if move.target != life.value:
+                self._begin(_Life(move.target, back, [], move))
+                self._add(move.target, back, back, 1)
+        self._begin(_Life(life.value, back, later, gain.moves[-1]))
+
+    def _begin(self, life: _Life) -> None:
+        self.lives[life.value].append(life)
+        self.lives[life.value].sort(key=lambda other: other.start)
+
+    # writing
+
+    def rewritten(self) -> ReshardedDefinition:
+        """The definition with its moves done again; itself where there are none."""
+        again = sorted((life for life in self._all() if life.again is not None), key=lambda life: life.start)
+        if not again:
+            return self.resharded
+        values, ids = list(self.values), {}
+        for life in again:
+            ids[life.value, life.start] = len(values)
+            values.append(replace(self.values[life.value], id=len(values)))
+        steps = tuple(self._steps(again, ids))
+        outputs = tuple(self._named(v, len(self.resharded.steps), ids) for v in self.resharded.outputs)
+        done = replace(self.resharded, values=tuple(values), steps=steps, outputs=outputs).without_unread()
+        done.verify()
+        return done
+
+    def _steps(self, again: Sequence[_Life], ids: dict[tuple[int, int], int]) -> Iterator[Step]:
+        waiting: dict[int, list[_Life]] = {}
+        for life in again:
+            waiting.setdefault(life.start, []).append(life)
+        for place, step in enumerate(self.resharded.steps):
+            new = {life.value: life for life in waiting.get(place, ())}
+            for life in _sources_first(new):
+                assert life.again is not None
+                source = self._named(life.again.source, place, ids)
+                why, line = self._asked(life, new, step)
+                yield replace(life.again, source=source, target=ids[life.value, place], why=why, line=line)
+            if not (isinstance(step, Set) and step.target in self._delayed):
+                yield self._renamed(step, place, ids)
+
+    def _asked(self, life: _Life, new: Mapping[int, _Life], reader: Step) -> tuple[str, SourceLine]:
+        """Who asks, and at which line, for a value that is made again before a step, perhaps by way of others."""
+        move = life.again
+        assert move is not None
+        if life.value in self._delayed:
+            return move.why, move.line
+        if isinstance(reader, Compute) and life.value in reader.inputs:
+            node = self.resharded.graph.nodes[reader.node]
+            return f"operand {reader.inputs.index(life.value)} of {node.name}, again", node.line
+        target = next((other for other in new.values() if other.again and other.again.source == life.value), None)
+        return (f"{move.why}, again", move.line) if target is None else self._asked(target, new, reader)
+
+    def _named(self, value: int, place: int, ids: dict[tuple[int, int], int]) -> int:
+        """The number of a value as it is there at a step; views keep theirs."""
+        life = self._life_at(value, place)
+        return ids.get((value, life.start), value) if life is not None and life.again is not None else value
+
+    def _renamed(self, step: Step, place: int, ids: dict[tuple[int, int], int]) -> Step:
+        if isinstance(step, Set):
+            return replace(step, source=self._named(step.source, place, ids))
+        inputs = tuple(self._named(v, place, ids) for v in step.inputs)
+        return step if inputs == step.inputs else replace(step, inputs=inputs)
+
+
+def _sources_first(new: dict[int, _Life]) -> Iterator[_Life]:
+    """Of values that are made again at one step those that others are made from first."""
+    left = dict(new)
+    while left:
+        value, life = next(iter(left.items()))
+        while life.again is not None and life.again.source in left:
+            value, life = life.again.source, left[life.again.source]
+        del left[value]
+        yield life

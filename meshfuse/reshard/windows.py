@@ -1,0 +1,77 @@
+"""Slices and pads of sharded dims, and other orders of their blocks, as moves of exact pieces."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+from ..ops.base import BlockOrder, Call, ScalarRef
+from ..ops.local import plain_text
+from ..sharding import layout as lay
+from ..sharding.value import Sharding, disjoint
+from .steps import Move, MoveKind, Reordering, Window, lacking_numel, restricted, sampled_ranks
+
+
+def window_of(call: Call) -> Window | Reordering | None:
+    """The window that a call takes of its operand.
+
+    None where it takes none, or fills it with a number that only the run tells.
+    """
+    found = call.op.window(call) if call.op.window is not None else None
+    if isinstance(found, BlockOrder):
+        return Reordering(call.types[0].shape, found.dim, found.order)
+    if found is None or isinstance(found[1], ScalarRef):
+        return None
+    return Window(call.types[0].shape, call.results[0].shape, found[0], plain_text(found[1]))
+
+
+def window_move(src: Sharding, dst: Sharding, window: Window | Reordering) -> Move:
+    """The move from a tensor to its window, among ranks that differ along the axes of the dims that it changes."""
+    rows = enumerate(zip(src.dims, dst.dims, strict=True))
+    changed = [split for d, (a, b) in rows if a != b or window.changes(d) for split in (*lay.axes(a), *lay.axes(b))]
+    return Move(MoveKind.WINDOW, disjoint(changed), src, dst, window)
+
+
+def _indices(move: Move, rank: int) -> tuple[tuple[lay.Runs, ...], tuple[lay.Runs, ...]]:
+    """Of one dim, what a rank has and what it wants of what exists, both as indices of the target."""
+    assert move.window is not None
+    everywhere = move.window.to_target(tuple(((0, n),) for n in move.window.source_shape))
+    wanted = tuple(map(lay.intersect, move.wanted((), rank), everywhere))
+    return move.window.to_target(move.held((), rank)), wanted
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def window_peers(move: Move) -> int:
+    """From how many other ranks a rank gets something at most: one, if all is shifted by whole shards."""
+    most = 0
+    for rank in sampled_ranks(move.src.mesh):
+        held, wanted = _indices(move, rank)
+        sides = enumerate(zip(held, wanted, strict=True))
+        holders = math.prod([_holders(move, dim, *side) for dim, side in sides])
+        most = max(most, holders - all(map(lay.intersect, held, wanted)))
+    return most
+
+
+def _holders(move: Move, dim: int, held: lay.Runs, wanted: lay.Runs) -> int:
+    """How many of the parts of a dim, among the rank's group, have something that it wants."""
+    assert move.window is not None
+    if move.src.dims[dim] == move.dst.dims[dim] and not move.window.changes(dim):
+        return bool(lay.intersect(held, wanted))  # its axes are not the move's: all of the group have the same
+    return len(_parts(move.src.dims[dim], move.window, dim, move.only).sharing(wanted))
+
+
+@functools.lru_cache(maxsize=1 << 8)
+def _parts(layout: lay.Layout, window: Window | Reordering, dim: int, only: tuple[int, lay.Runs] | None) -> lay.Parts:
+    """The parts of a dim of the source, as indices of the target; found once for all ranks of a large mesh."""
+    digits = itertools.product(*[range(split.size or 1) for split in lay.axes(layout)])
+    held = [lay.runs(layout, window.source_shape[dim], there) for there in digits]
+    boxes = [tuple([runs if d == dim else () for d in range(len(window.source_shape))]) for runs in held]
+    return lay.Parts([window.to_target(restricted(box, only))[dim] for box in boxes])
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def window_wire(move: Move) -> float:
+    """Elements that a rank gets from others: the mean over sampled ranks."""
+    ranks = sampled_ranks(move.src.mesh)
+    return sum(lacking_numel(*_indices(move, rank)) for rank in ranks) / len(ranks)

@@ -1,0 +1,324 @@
+"""From a sharded definition to one with a `Set` wherever a tensor is needed otherwise than it lies."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+
+from .errors import SourceLine
+from .fast_dataclass import quickly_made
+from .graph import Graph, Node
+from .mesh import DeviceMesh
+from .ops.base import TensorType
+from .placement.factors import Placement
+from .propagation import ShardedDefinition, ends
+from .reshard.borders import Borders
+from .reshard.order import Before, before
+from .reshard.prices import Price, price
+from .reshard.search import Path, plan
+from .reshard.steps import Move, MoveKind, travels
+from .sharding.value import Sharding
+
+
+@quickly_made
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor in one of the shardings in which it exists."""
+
+    id: int
+    tensor: int
+    sharding: Sharding
+
+    @property
+    def name(self) -> str:
+        return f"v{self.id}"
+
+
+@quickly_made
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """One op in its placement. It reads and makes values, by number."""
+
+    node: int
+    placement: Placement
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@quickly_made
+@dataclass(frozen=True, slots=True)
+class Set:
+    """One move of a reshard: from one value of a tensor to another.
+
+    `why` says who asked for it, at `line`. If `node` is given, the move does that op's work (a slice or pad of a
+    sharded dim), and its target is a value of the op's result.
+    """
+
+    source: int
+    target: int
+    move: Move
+    why: str
+    line: SourceLine
+    node: int | None = None
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The value that is moved; steps of all kinds have this."""
+        return (self.source,)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The value that is made; steps of all kinds have this."""
+        return (self.target,)
+
+
+Step = Compute | Set
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def shard_bytes(sharding: Sharding, kind: TensorType) -> int:
+    """Bytes of the largest shard of a tensor."""
+    return sharding.max_local_numel(kind.shape) * kind.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardedDefinition:
+    """Ops and moves in order; every op reads and makes values in exactly the shardings of its placement."""
+
+    sharded: ShardedDefinition
+    values: tuple[Value, ...]
+    steps: tuple[Step, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def graph(self) -> Graph:
+        return self.sharded.graph
+
+    def type_of(self, value: int) -> TensorType:
+        """The type of a value's tensor, with its global shape."""
+        return self.graph.tensors[self.values[value].tensor].type
+
+    def nbytes(self, value: int) -> int:
+        """Bytes of the largest shard of a value."""
+        found = self.values[value]
+        return shard_bytes(found.sharding, self.graph.tensors[found.tensor].type)
+
+    def price(self, step: Set) -> Price:
+        """A move's modelled seconds, and the bytes that it sends."""
+        kind = self.type_of(step.source)
+        return price(step.move, kind.shape, kind.dtype.itemsize)
+
+    def seconds(self, step: Set) -> float:
+        """The modelled time of a move."""
+        return self.price(step).seconds
+
+    def name_of(self, step: Step) -> str:
+        """The name of a step's op, or the kind of its move."""
+        return self.graph.nodes[step.node].name if isinstance(step, Compute) else step.move.kind.value
+
+    @property
+    def moves(self) -> tuple[Set, ...]:
+        """All moves but slices, in order."""
+        return tuple(s for s in self.steps if isinstance(s, Set) and s.move.kind is not MoveKind.SLICE)
+
+    @property
+    def collectives(self) -> tuple[Set, ...]:
+        """The moves in which something travels between ranks, in order."""
+        return tuple(s for s in self.moves if travels(s.move, self.graph.shape(self.values[s.source].tensor)))
+
+    def read(self) -> set[int]:
+        """The values that some step reads, or that are outputs."""
+        return {value for step in self.steps for value in step.inputs}.union(self.outputs)
+
+    def without_unread(self) -> ReshardedDefinition:
+        """The same without moves whose result nobody reads."""
+        read, kept = set(self.outputs), list[Step]()
+        for step in reversed(self.steps):
+            if isinstance(step, Compute) or step.target in read:
+                kept.append(step)
+                read.update(step.inputs)
+        return replace(self, steps=tuple(reversed(kept)))
+
+    def verify(self) -> None:
+        """Assert that every value is made once, before it is read, and that moves fit the shardings of their values.
+
+        What is moved is read.
+        """
+        known, shardings = set(self.inputs), [value.sharding for value in self.values]
+        assert self.read().issuperset([step.target for step in self.steps if isinstance(step, Set)])
+        for step in self.steps:
+            assert known.issuperset(step.inputs) and known.isdisjoint(step.outputs)
+            known.update(step.outputs)
+            if isinstance(step, Set):
+                assert shardings[step.source] is step.move.src and shardings[step.target] is step.move.dst
+            else:
+                assert tuple([shardings[v] for v in step.inputs]) == step.placement.operands
+                assert tuple([shardings[v] for v in step.outputs]) == step.placement.results
+        assert known.issuperset(self.outputs)
+        assert not any(shardings[v].partial for v in self.outputs)
+
+    def __str__(self) -> str:
+        graph, lines = self.graph, []
+        for step in self.steps:
+            if isinstance(step, Set):
+                tensor = graph.tensors[self.values[step.source].tensor]
+                text = f"v{step.target} = set v{step.source} {tensor.label}: {step.move}"
+                lines.append(f"{text}  # {step.why} {step.line}")
+            else:
+                made = ", ".join(f"v{v} {self.values[v].sharding}" for v in step.outputs)
+                node = graph.nodes[step.node]
+                lines.append(f"{made} = {node.name}({', '.join(f'v{v}' for v in step.inputs)})  # {node.line}")
+        return "\n".join([*lines, "return " + ", ".join(f"v{v}" for v in self.outputs)])
+
+    def fingerprint(self) -> str:
+        """A text that is equal only for equal definitions.
+
+        An op or move that repeats is written once and then numbered.
+
+        (The `str` of a large definition would take a fifth of its compilation.)
+        """
+        known: dict[tuple[int, int], int] = {}
+        numbers: dict[str, int] = {}
+        lines, nodes = [], self.graph.nodes
+        for step in self.steps:
+            what, how, ids = (
+                (nodes[step.node].call, step.placement, f"{step.inputs}{step.outputs}")
+                if isinstance(step, Compute)
+                else (self.type_of(step.source), step.move, f"{step.source}>{step.target}")
+            )
+            key = (id(what), id(how))
+            number = known.get(key)
+            if number is None:
+                number = known[key] = numbers.setdefault(f"{what} {how}", len(numbers))
+            lines.append(f"{ids} {number}")
+        return "\n".join([*lines, *numbers, f"{self.inputs} {self.outputs}"])
+
+
+@dataclass(slots=True)
+class _Inserter:
+    """The values and steps so far.
+
+    `by_tensor` has each tensor's values, the first one made in front. `before` tells what to make of a tensor first, on
+    the way to another of its shardings. Of the tensors in `unread` nobody reads what an annotation asks for.
+    """
+
+    sharded: ShardedDefinition
+    borders: Borders | None = None
+    unread: frozenset[int] = frozenset()
+    values: list[Value] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    by_tensor: dict[int, list[Value]] = field(default_factory=dict)
+    inputs: list[int] = field(default_factory=list)
+    before: Before = field(default_factory=dict)
+
+    def run(self) -> ReshardedDefinition:
+        graph, targets = self.sharded.graph, ends(self.sharded)
+        self.before = before(self.sharded, targets)
+        for i in graph.input_tensors:
+            home = self.sharded.homes[i]
+            self.inputs.append(self._new(i, home if self.borders is None else self.borders.passed(i, home)))
+        for node, choice in zip(graph.nodes, self.sharded.choices, strict=True):
+            self._compute(node, choice.placement)
+        outputs = [self._output(i, targets[i]) for i in graph.outputs]
+        values, steps = tuple(self.values), tuple(self.steps)
+        return ReshardedDefinition(self.sharded, values, steps, tuple(self.inputs), tuple(outputs))
+
+    def _new(self, tensor: int, sharding: Sharding) -> int:
+        values = self.values
+        value = Value(len(values), tensor, sharding)
+        values.append(value)
+        there = self.by_tensor.get(tensor)
+        if there is None:
+            self.by_tensor[tensor] = [value]
+        else:
+            there.append(value)
+        return value.id
+
+    def _compute(self, node: Node, placement: Placement) -> None:
+        inputs = tuple([self._operand(node, place, s) for place, s in enumerate(placement.operands)])
+        outputs = tuple(map(self._new, node.outputs, placement.results))
+        if placement.move is not None:
+            why = f"{node.name} of a sharded dim"
+            self.steps.append(Set(inputs[0], outputs[0], placement.move, why, node.line, node.id))
+        else:
+            self.steps.append(Compute(node.id, placement, inputs, outputs))
+        graph = self.sharded.graph
+        for i in node.outputs:
+            if i in graph.annotations and i not in self.unread:
+                self.need(i, graph.annotations[i], graph.brought_for(i), graph.annotation_lines[i])
+
+    def _operand(self, node: Node, place: int, sharding: Sharding) -> int:
+        there = self._there(node.inputs[place], sharding)
+        if there is not None:
+            return there
+        return self._brought(node.inputs[place], sharding, f"operand {place} of {node.name}", node.line)
+
+    def _output(self, tensor: int, target: Sharding) -> int:
+        made, borders = self.sharded.graph.tensors[tensor], self.borders
+        end = target if borders is None else borders.left(target, made.type.shape)
+        return self.need(tensor, end, "output", made.line)
+
+    def need(self, tensor: int, sharding: Sharding, why: str, line: SourceLine) -> int:
+        """The number of the value of a tensor in a sharding; made from the nearest one if it is not there."""
+        there = self._there(tensor, sharding)
+        return self._brought(tensor, sharding, why, line) if there is None else there
+
+    def _brought(self, tensor: int, sharding: Sharding, why: str, line: SourceLine) -> int:
+        """A new value of a tensor in a sharding."""
+        first = self.before.get((tensor, sharding))
+        if first is not None:
+            self.need(tensor, *first)
+        if self._whole_everywhere(tensor, sharding.mesh):
+            self._reuse_input(tensor, sharding.mesh)
+        value, found = self._nearest(tensor, sharding)
+        return self._move(value, found, why, line)
+
+    def _there(self, tensor: int, sharding: Sharding) -> int | None:
+        """The number of the value of a tensor in a sharding, if there is one."""
+        for value in self.by_tensor[tensor]:
+            if value.sharding is sharding:
+                return value.id
+        return None
+
+    def _nearest(self, tensor: int, sharding: Sharding) -> tuple[Value, Path]:
+        kind = self.sharded.graph.tensors[tensor].type
+        plans = [(v, plan(v.sharding, sharding, kind.shape, kind.dtype.itemsize)) for v in self.by_tensor[tensor]]
+        return min(((v, p) for v, p in plans if p is not None), key=lambda entry: entry[1].seconds)
+
+    def _move(self, value: Value, found: Path, why: str, line: SourceLine) -> int:
+        for move in found.moves:
+            existing = next((v for v in self.by_tensor[value.tensor] if v.sharding == move.dst), None)
+            if existing is None:
+                existing = self.values[self._new(value.tensor, move.dst)]
+                self.steps.append(Set(value.id, existing.id, move, why, line))
+            value = existing
+        return value.id
+
+    def _whole_everywhere(self, tensor: int, mesh: DeviceMesh) -> bool:
+        if any(v.sharding.mesh == mesh for v in self.by_tensor[tensor]):
+            return False
+        graph = self.sharded.graph
+        return tensor in graph.input_tensors and tensor not in graph.annotations
+
+    def _reuse_input(self, tensor: int, mesh: DeviceMesh) -> None:
+        """Add an input's value on this mesh: one without an annotation is passed whole on every rank of every mesh."""
+        self.inputs.append(self._new(tensor, Sharding.replicated(mesh, len(self.sharded.graph.shape(tensor)))))
+
+
+def insert_resharding(sharded: ShardedDefinition, borders: Borders | None = None) -> ReshardedDefinition:
+    """Put in the moves that the placements need: each reshard by its cheapest path, equal moves once.
+
+    `borders` tells how inputs are passed and outputs returned, where they are DTensors. A tensor is not brought to its
+    annotation if all its readers take it from where its op makes it.
+    """
+    found = _Inserter(sharded, borders).run()
+    unread = _unread(found)
+    return _Inserter(sharded, borders, unread).run() if unread else found
+
+
+def _unread(found: ReshardedDefinition) -> frozenset[int]:
+    """The tensors that are moved to where nobody reads them."""
+    read = found.read()
+    moved = [step.target for step in found.steps if isinstance(step, Set)]
+    return frozenset([found.values[value].tensor for value in moved if value not in read])

@@ -1,0 +1,383 @@
+"""This process among its peers: its rank, its store, its groups, and what happens when one of them fails."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import ClassVar, Protocol
+
+import torch.distributed as dist
+
+from ..errors import ArgumentError, RankError, SourceLine, caller_line, line_in_script, located, user_error
+from . import exit_page as news
+from .call_order import Calls
+from .collective_order import CollectiveOrderLock
+from .deadlines import STORE, left_running, within
+from .device_watchdog import Pending, Watch
+from .diagnosis import Scene, connection_lost, failed, lost, peer_failed, seconds_since, timed_out, two_processes
+from .environment import DEFAULT_GROUP, TORCHRUN, Environment, read_environment, time_limit
+from .exit_hooks import code_of, end_at_once, ending, install_hook
+from .group import Group
+from .peers import Peers
+from .plan_handover import Handing
+from .planning import Plans, awaits_a_plan
+from .processes import die_with_parent
+from .rendezvous import Rendezvous
+from .roll_call import FAILED, Responder, line_of, main_thread_frame, publish, published, roll_call
+from .scratch import CLOCK
+from .sigterm_report import install_last_words
+from .store import connect, hosts_store, joining
+from .work import Work
+
+_LINGER = 3.0  # Seconds that a failed rank goes on serving the store.
+
+
+class Activity(Protocol):
+    """The program that this rank runs, or ran last."""
+
+    @property
+    def name(self) -> str: ...
+    def place(self, frame: FrameType | None) -> str: ...
+
+
+class World:
+    """The ranks of this job, as one of them sees them. `World.current()` is this process' own.
+
+    rank, size: this rank's number, and how many ranks there are.
+    local_rank, local_size: the same among the ranks of this machine.
+    limit: seconds after which every wait for other ranks ends that do not plan, from MESHFUSE_TIMEOUT.
+
+    It uses a store and process groups of meshfuse's own: whether the script makes torch's default process group, before
+    or after, makes no difference. A process that is alone opens no socket.
+    """
+
+    _current: ClassVar[World | None] = None
+
+    def __init__(self, place: Environment, limit: float):
+        self.place, self.limit = place, limit
+        self.rank, self.size = place.rank, place.size
+        self.local_rank, self.local_size = place.local_rank, place.local_size
+        self.waiting: Work | None = None
+        self.activity: Activity | None = None
+        self._gone: set[int] = set()
+        self._process = os.getpid()
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self.meetings, self.handing, self.plans = Rendezvous(self), Handing(self), Plans(self.rank)
+        self.calls = Calls(self.rank, self.size)
+        self.turns, self.checkpoints = (
+            CollectiveOrderLock(self.rank, self.size),
+            CollectiveOrderLock(self.rank, self.size, "save or load"),
+        )
+        self.watch = Watch(self._check_pending, self._end)
+        self._store: dist.Store | None = None
+        self._responder: Responder | None = None
+        if self.size > 1:
+            self._join()
+
+    @classmethod
+    def current(cls) -> World:
+        """This process' world; joins the job at the first call. Raises RankTimeout if rank 0 cannot be reached.
+
+        If this process was alone and the script has made it a rank since, by `torch.distributed.init_process_group`, it
+        joins that job.
+        """
+        if cls._current is None or (cls._current.place.source == "none" and _in_default_group()):
+            with located(caller_line()):
+                place, limit = _place(), time_limit()
+            cls._current = World(place, limit)
+        return cls._current
+
+    @classmethod
+    def joined(cls) -> World | None:
+        """The job that this process is a rank of, if it has joined one of several ranks and not left it."""
+        world = cls._current
+        return None if world is None or world._responder is None or os.getpid() != world._process else world
+
+    @classmethod
+    def planning(cls, what: str) -> contextlib.AbstractContextManager[None]:
+        """A context in which this process plans `what`, and the other ranks of its job, if it has any, know it."""
+        world = cls.joined()
+        return contextlib.nullcontext() if world is None else world.plans.under_way(what)
+
+    def check_number(self, line: SourceLine) -> None:
+        """Check that torch's default group, by whose numbers DTensors go, calls this rank by its own.
+
+        Raises ArgumentError where it does not: the group was made anew since this process joined the job.
+        """
+        found = dist.get_rank() if self.size > 1 and dist.is_initialized() else self.rank
+        if found != self.rank:
+            raise user_error(
+                "DTensors go by other numbers of the ranks than this job", f"rank {found} in torch's default group",
+                f"rank {self.rank}, as which this process joined the job",
+                "Make the default group with the ranks that the job has.", line, ArgumentError,
+            )  # fmt: skip
+
+    @classmethod
+    def leave_off(cls, where: str, ranks_of: Callable[[int], Sequence[int]], error: BaseException) -> None:
+        """Note that an error kept this rank from a step of some ranks, by the size of the world, this one among them.
+
+        Its next execution first compares with them where they stopped.
+        """
+        world = cls._current
+        if world is not None and world.size > 1:
+            ranks = [rank for rank in ranks_of(world.size) if rank < world.size]
+            if world.rank in ranks:
+                world.turns.leave_off(where, ranks, error)
+
+    @property
+    def store(self) -> dist.Store:
+        """The store of the job; a world of one rank has none."""
+        assert self._store is not None, "a world of one rank has no store"
+        return self._store
+
+    @property
+    def attempt(self) -> int:
+        """How often the launcher has restarted this job: 0 in the first attempt."""
+        return self.place.restarts
+
+    @property
+    def all_ranks(self) -> tuple[int, ...]:
+        """The numbers of all ranks: 0 to size - 1."""
+        return tuple(range(self.size))
+
+    def _join(self) -> None:
+        if self.place.source == TORCHRUN:
+            die_with_parent(signal.SIGTERM)  # torchrun's agent, when killed, leaves its ranks running.
+        install_hook(self)
+        with joining(self.place):
+            self._introduce()
+        install_last_words(self.last_words)
+        atexit.register(self.leave)
+
+    def _introduce(self) -> None:
+        self._store = connect(self.place, self.limit)
+        self._peers = Peers(self._store)
+        other = self._peers.introduce(self.rank)
+        if other:
+            if self._peers.do_without(other, self.all_ranks):
+                self._store = None  # The job goes on without this process, however it ends.
+            raise two_processes(self.rank, other)
+        self._peers.agree(self.rank, self.size)
+        self._responder = Responder(self._store, self.rank, self._doing)
+
+    def _doing(self) -> str:
+        waiting, frame = self.waiting or self.meetings.waiting, main_thread_frame()
+        what = self.plans.told() or (f"waits in {waiting}" if waiting else line_of(frame))
+        where = self.activity.place(frame) if self.activity is not None else ""
+        return f"{what}, {where}" if where else what
+
+    def last_words(self) -> str:
+        """What this rank prints when it is ended from outside: why, as far as it knows, and where it was."""
+        where = self._doing()
+        told = {rank: text for rank, text in news.read(news.own()).items() if text != news.FINISHED}
+        if not told:
+            others = [rank for rank in self.all_ranks if rank != self.rank]
+            answers = within(1.5, lambda: roll_call(self.store, others, 0.5)) or {}
+            told = {rank: self._peers.fate(rank) for rank, answer in answers.items() if answer is None}
+        told = {self.rank: told[self.rank]} if self.rank in told else told
+        because = ", because " + "; ".join(f"rank {rank} {text}" for rank, text in told.items()) if told else ""
+        return f"rank {self.rank}: ended by SIGTERM{because}. It {where}"
+
+    def group(self, ranks: Sequence[int], label: str = "") -> Group:
+        """The group of `ranks`, of which this rank must be one; the same object at every call.
+
+        Its members connect at their first collective. `label` names it in errors. Raises ArgumentError for ranks that
+        do not exist or occur twice.
+        """
+        ranks = tuple(ranks)
+        group = self._groups.get(ranks)
+        if group is None:
+            self._check_ranks(ranks)
+            group = self._groups[ranks] = Group(self, ranks, label or "of ranks")
+        return group
+
+    def _check_ranks(self, ranks: tuple[int, ...]) -> None:
+        if len(set(ranks)) != len(ranks) or self.rank not in ranks:
+            raise user_error(
+                "no group for this rank", f"rank {self.rank} and a group of ranks {list(ranks)}",
+                "distinct ranks, this one among them", cls=ArgumentError,
+            )  # fmt: skip
+        if not 0 <= min(ranks) <= max(ranks) < self.size:
+            raise user_error(
+                "the group has ranks that do not exist",
+                f"ranks {list(ranks)} in a world of {self.size}",
+                f"ranks below {self.size}",
+                f"Start more ranks: meshfuse run --ranks {max(ranks) + 1} SCRIPT, or run on simulated ranks.",
+                cls=ArgumentError,
+            )
+
+    def barrier(self) -> None:
+        """Wait for all ranks of the job. Raises RankTimeout where one does not come, RankError where one has failed."""
+        with located(caller_line()):
+            self.meetings.barrier()
+
+    def begin(self, activity: Activity, ranks: tuple[int, ...], numbers: str = "") -> None:
+        """Note the program that this rank runs from here on, for errors and for other ranks' questions.
+
+        `ranks` are those that run it, none where this rank has no part in it. Any two ranks must run the programs that
+        both have a part in in the same order, with the same `numbers`. The ranks of a program compare that at calls 4,
+        8, 16, … that they make, so that it costs next to nothing in the long run: RankError where ranks differ.
+        """
+        self.turns.resume(self.meetings.check_same)
+        CLOCK.now += 1
+        self.activity = activity
+        if len(ranks) > 1 and self.calls.add(ranks, f"{numbers}{activity.name}"):
+            self.meetings.check_order(self.calls, ranks)
+
+    def raise_if_failed(self, what: str = "leaving") -> None:
+        """Raises RankError if a peer has published a failure; `what` is what this rank is about to do."""
+        failure = within(1.0, lambda: published(self.store))
+        if failure is None or failure.rank == self.rank:
+            return
+        scene = self.scene()
+        gone = [] if failure.primary else lost(scene)
+        if gone:  # This rank knows itself what the other rank reports.
+            raise connection_lost(scene, what, gone, "a peer is gone", 0.0)
+        raise peer_failed(scene, what, failure)
+
+    def check(self, work: Work) -> None:
+        """Raises RankError where it is in vain to wait for a collective.
+
+        Then a peer has published a failure, or its process has ended. gloo does not always notice a connection that
+        breaks while a collective begins, so processes are looked at, too. A peer counts as ended when two looks in a
+        row find it gone without a good-bye: until then it may still publish why.
+        """
+        self._check(str(work), work.group.ranks, work.start)
+
+    def is_patient(self, work: Work) -> bool:
+        """Whether a collective that takes longer than the limit waits for a rank that plans."""
+        return awaits_a_plan(self.scene(), work.group.ranks)
+
+    def _check(self, what: str, ranks: Sequence[int], start: float) -> None:
+        self.raise_if_failed(what)
+        gone = [rank for rank in self._peers.gone(ranks) if rank != self.rank]
+        before, self._gone = self._gone, set(gone)
+        if before.intersection(gone) and set(lost(self.scene())).intersection(gone):
+            raise failed(self.scene(), what, ranks, ConnectionError("a peer is gone"), start)
+
+    def _check_pending(self, pending: Pending) -> None:
+        """Raises RankError where it is in vain to wait for what a device was given, RankTimeout after the limit."""
+        what, trouble, after = str(pending.what), pending.trouble(), seconds_since(pending.start)
+        if trouble:
+            raise connection_lost(self.scene(), what, pending.ranks, trouble, after)
+        self._check(what, pending.ranks, pending.start)
+        if after > self.limit and not awaits_a_plan(self.scene(), pending.ranks):
+            raise timed_out(self.scene(), what, pending.ranks, after)
+
+    def _end(self, error: RankError) -> None:
+        """End this process by an error that cannot be raised: its main thread may be in a wait that has no end."""
+        if not ending.acquire(blocking=False):
+            return  # The main thread ends it.
+        frame = main_thread_frame()
+        error.where = error.where or (None if frame is None else line_in_script(frame))
+        self.publish_failure(error)
+        print(f"rank {self.rank}: {error}", file=sys.stderr, flush=True)
+        # Without its connections the device would go on, and the main thread with numbers that are not there.
+        self.depart(error, abort=False)
+        end_at_once(code_of(error))
+
+    def explain(self, work: Work, error: BaseException) -> RankError:
+        """The error to raise for a backend's error in `work`: who failed or did not arrive, if known."""
+        return failed(self.scene(), str(work), work.group.ranks, error, work.start)
+
+    def scene(self) -> Scene:
+        """What this rank knows, for errors that name the rank at fault."""
+        host = None if self.place.agent_store or self.place.source == DEFAULT_GROUP else 0
+        return Scene(self.rank, self.store, host, self.limit, self._peers, self.all_ranks)
+
+    def publish_failure(self, error: BaseException) -> None:
+        """Let the peers know why this rank is about to die: its traceback will be in their errors."""
+        if self._store is not None:
+            within(1.0, lambda: publish(self.store, self.rank, error))
+
+    def depart(self, error: BaseException, abort: bool = True) -> None:
+        """After a failure, tell the peers that this rank leaves, and with `abort` break the connections.
+
+        If it serves the store, it stays while they read from it.
+        """
+        if self._store is None:
+            return
+        self._say("left", FAILED)
+        self._say("done")
+        for group in self._groups.values() if abort else ():
+            group.abort()
+        if hosts_store(self.place):
+            gone = getattr(error, "silent", ())
+            within(_LINGER, lambda: self._await_others(_LINGER, lambda: None, gone))
+
+    def leave(self) -> None:
+        """At a normal exit, let go of the other ranks and end all threads but Python's own.
+
+        A thread that comes back from torch into an interpreter that is being finalised ends the process by SIGABRT. It
+        may be one of the script's that executes, or one of gloo's, which lets go of tensors only after it has said that
+        they are there.
+        """
+        if self._responder is None or os.getpid() != self._process:
+            return
+        responder, self._responder = self._responder, None
+        self._say("left", news.FINISHED)
+        turns = (self.turns, self.checkpoints)
+        busy = [f"a thread that calls {one.doing}" for one in turns if not one.end(self.limit)]
+        # A peer that still waits for this rank notices now, and not only when the process ends.
+        for group in self._groups.values():
+            group.leave()
+        self._say("done")
+        if hosts_store(self.place):
+            self._serve_to_the_end()
+        silent = [] if responder.stop(self.limit) else [STORE]
+        self.watch.stop(self.limit)
+        left = {*busy, *silent, *left_running(self.limit)}
+        if left:
+            what = " and ".join(sorted(left))
+            print(f"rank {self.rank}: ends, having waited {self.limit:g} s in vain for {what}", file=sys.stderr)
+            end_at_once(1)
+
+    def _say(self, what: str, how: str = "") -> None:
+        """Tell through the store that this rank has left the job ("left"), or is done with the store ("done")."""
+        within(1.0, lambda: self.store.set(f"{what}/{self.rank}", how))
+
+    def _serve_to_the_end(self) -> None:
+        """Serve the store until the other ranks are done with it, as long as one that is not answers.
+
+        It may have more to do: definitions in which this rank has no part.
+        """
+        left: Sequence[int] | None = ()
+        while left is not None:
+            left = within(self.limit + 1, lambda: self._await_others(self.limit, self.raise_if_failed))
+            answers = roll_call(self.store, left) if left else None
+            if not answers or {*answers.values()} <= {None, news.FINISHED, FAILED}:
+                return
+
+    def _await_others(self, limit: float, check: Callable[[], None], gone: Sequence[int] = ()) -> Sequence[int]:
+        """Wait until the ranks that have joined are done with the store, or have ended; returns those that are left."""
+        joined = [rank for rank in self.all_ranks if rank not in gone and self.store.check([f"joined/{rank}"])]
+        self._peers.remember(joined)
+        until = time.monotonic() + limit
+        while joined and time.monotonic() < until:
+            check()
+            left = [rank for rank in joined if not self.store.check([f"done/{rank}"])]
+            ended = self._peers.gone(left)
+            joined = [rank for rank in left if rank not in ended]
+            time.sleep(0.01)
+        return joined
+
+
+def _place() -> Environment:
+    place = read_environment()
+    return _default_group_place() if place.source == "none" and _in_default_group() else place
+
+
+def _in_default_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _default_group_place() -> Environment:
+    """The place of a rank that knows its peers by a call of init_process_group alone."""
+    size = dist.get_world_size()
+    return Environment(DEFAULT_GROUP, dist.get_rank(), size, dist.get_rank(), size)

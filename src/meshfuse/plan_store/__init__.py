@@ -1,1 +1,0 @@
-"""Plans kept: on disk for other processes, in memory for other sizes."""

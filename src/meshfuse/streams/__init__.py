@@ -1,1 +1,0 @@
-"""Ops and communications in chunks, one computed while another travels."""
