@@ -66,7 +66,7 @@ def of_a_loss(specs: list[Spec]) -> Graph:
     with mf.FusionDefinition() as fd:
         x, w, rows = fd.define_tensor([8, 512, 1024]), fd.define_tensor([32768, 1024]), specs[0][:2]
         index = fd.define_tensor([8, 512], dtype=mf.DataType.Int)
-        loss = fd.ops.cross_entropy(fd.ops.linear(x, w), index)
+        loss = fd.ops.cross_entropy(fd.ops.linear(x, w), index, ignore_index=None)
         dx, dw = fd.grad(loss, [x, w])
         for out in (loss, dx, dw):
             fd.add_output(out)
