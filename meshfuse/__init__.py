@@ -108,7 +108,7 @@ if TYPE_CHECKING:
     from .sharding.value import Sharding
 
 
-if "MESHFUSE_FOLLOWER_CODE" in os.environ:  # A rank of `meshfuse run`; exits says what for.
+if "MESHFUSE_FOLLOWER_CODE" in os.environ:  # A rank of `meshfuse run`; exit_hooks says what for.
     importlib.import_module(".runtime.exit_hooks", __name__).report_user_errors()
 
 
@@ -123,4 +123,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+    return sorted([*__all__, *_MODULES, "__version__"])

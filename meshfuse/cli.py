@@ -24,6 +24,7 @@ from .errors import DefinitionError, MeshfuseError, file_name, user_error
 from .mesh import DeviceMesh, mesh_of_text
 from .runtime import doctor, launcher
 from .runtime.output import complete_standard_files
+from .version import __version__
 from .whole_files import write_whole
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def _parts(argv: list[str]) -> tuple[list[str], list[str] | None]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="meshfuse", description="Sharded programs from annotated definitions.")
+    parser.add_argument("--version", action="version", version=f"meshfuse {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run a script as several ranks on this machine")
     launcher.add_arguments(run)

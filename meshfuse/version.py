@@ -1,3 +1,3 @@
-"""The version of this package: the one place that has it."""
+"""The version of the package: `meshfuse.__version__`, and what pip reads."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -300,7 +300,9 @@ Lowering = Callable[[Emit], "str | tuple[str, ...]"]
 
 
 class Writing(Protocol):
-    """What an op's forms (`distributed`, `apart`, `rounds`) append ops with; `rewrites.graph_writer.GraphWriter` is one.
+    """What an op's forms (`distributed`, `apart`, `rounds`) append ops with.
+
+    `rewrites.graph_writer.GraphWriter` is one.
 
     `operand` is the place of the operand that a distributed form is asked for. `pieces`: in how many equal ones the
     sharded dim is cut, so that each lies on one rank. These are its blocks, unless a rank has several that are not

@@ -1,0 +1,31 @@
+"""What `meshfuse` shows to whoever looks at it: its names, its version, and nothing by accident."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import types
+
+import meshfuse as mf
+import pytest
+from meshfuse import cli
+
+
+def test_dir_shows_the_public_names_and_no_module_by_accident() -> None:
+    shown = [name for name in dir(mf) if not name.startswith("_")]
+    assert {*mf.__all__} <= {*shown} and 25 <= len(shown) <= 40
+    modules = {name for name in shown if isinstance(getattr(mf, name), types.ModuleType)}
+    assert modules == {"costs", "nvfuser_direct", "testing"}
+    script = "import meshfuse; print(*[n for n in dir(meshfuse) if n[0] != '_'])"
+    fresh = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert fresh.stdout.split() == shown
+
+
+def test_the_version_is_one_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"meshfuse {mf.__version__}\n"
+    found = importlib.metadata.metadata("meshfuse")
+    assert found["Version"] == mf.__version__
+    assert found["Keywords"] and any("Typed" in text for text in found.get_all("Classifier") or ())
