@@ -149,7 +149,7 @@ def _attention_bwd(b: Backward) -> dict[str, Any]:
     p = b["dropout_p"]
     if p not in (None, 0, 0.0):
         raise user_error(
-            "sdpfa_fwd: no second derivative here with dropout", f"dropout_p {p}", "0",
+            "sdpfa_bwd: no derivative here with dropout", f"dropout_p {p}", "0",
             "Write the attention with matmul, softmax and dropout.",
         )  # fmt: skip
     return _second(b)
