@@ -148,7 +148,7 @@ def verify(program: HostProgram) -> None:
     """Check one program: names exist when they are used and are freed once; memory is written, then read.
 
     In particular each work is waited for exactly once, before what it writes is read and before what it reads is
-    written or freed (`buffer_book.Book`). Raises AssertionError.
+    written or freed (`buffer_checker.BufferChecker`). Raises AssertionError.
     """
     tensors = [name for name in program.params if name.startswith("v")]
     alive, book = set(tensors), BufferChecker(tensors)

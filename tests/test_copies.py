@@ -43,7 +43,7 @@ from copy_programs import COLUMNS, LINE, MOVED, ROWS, WHOLE, copies
 
 def outside() -> Any:
     """Programs whose copies all stay outside of kernels."""
-    return mock.patch.object(lower, "absorbed", lambda body, *_: list(body))
+    return mock.patch.object(lower, "fuse_copies", lambda body, *_: list(body))
 
 
 def programs(fd: mf.FusionDefinition) -> list[HostProgram]:

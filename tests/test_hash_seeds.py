@@ -111,7 +111,7 @@ def test_ranks_that_reduce_in_another_order_are_told(monkeypatch: pytest.MonkeyP
         return fd.compile().digest
 
     plain = digest()
-    monkeypatch.setattr(compiler, "postponed", turned)
+    monkeypatch.setattr(compiler, "bucket_collectives", turned)
     assert digest() != plain
 
 

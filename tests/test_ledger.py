@@ -108,7 +108,7 @@ def unchanged(number: int) -> mf.FusionDefinition:
 @pytest.mark.parametrize("number", SOME)
 def test_an_entry_tells_nothing_of_where_copies_are_done(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As instructions of their own, not in the kernels beside them."""
-    monkeypatch.setattr(lower, "absorbed", lambda body, *_: list(body))
+    monkeypatch.setattr(lower, "fuse_copies", lambda body, *_: list(body))
     assert not any(kernel.unpacks or kernel.packs for kernel in unchanged(number).host_program(0).kernels)
 
 

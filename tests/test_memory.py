@@ -310,7 +310,7 @@ def test_whatever_is_dropped_the_numbers_are_right():
         fd.max_memory = 0.0
         fd._compiled.clear()
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-            patch.setattr(compiler, "fitted", lambda resharded, _: again(resharded))
+            patch.setattr(compiler, "rematerialize_gathers", lambda resharded, _: again(resharded))
             warnings.simplefilter("ignore", mf.PlanWarning)
             assert_same_as_unsharded(fd, inputs_for(fd))
             found = fd.compile(*shapes_for(fd)).resharded

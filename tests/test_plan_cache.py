@@ -44,8 +44,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def planning(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Every call of propagation that the compiler makes."""
     calls: list[object] = []
-    real = compiler.distribute
-    monkeypatch.setattr(compiler, "distribute", lambda *args: (calls.append(args), real(*args))[1])
+    real = compiler.apply_distributed_forms
+    monkeypatch.setattr(compiler, "apply_distributed_forms", lambda *args: (calls.append(args), real(*args))[1])
     return calls
 
 
@@ -480,7 +480,7 @@ KEPT = (
     "/whole_files.py",
     "/file_locks.py",
     "/compiler.py",
-    "/plan_store/",
+    "/planner/",
     "/planned_definition.py",
 )
 
@@ -517,8 +517,8 @@ from meshfuse import compiler
 from meshfuse.plan_store import cache
 cache.WORTH = -1e9
 calls = []
-real = compiler.distribute
-compiler.distribute = lambda *args: (calls.append(args), real(*args))[1]
+real = compiler.apply_distributed_forms
+compiler.apply_distributed_forms = lambda *args: (calls.append(args), real(*args))[1]
 mesh = mf.DeviceMesh((2,), ("a",))
 with mf.FusionDefinition() as fd:
     x = fd.define_tensor([8, 8])

@@ -24,14 +24,14 @@ from meshfuse import compiler
 from meshfuse.plan_store import cache
 
 cache.WORTH = float(sys.argv[2])
-real = compiler.distribute
+real = compiler.apply_distributed_forms
 
 def slow(*args):
     print("plans", flush=True)
     time.sleep(float(sys.argv[1]))
     return real(*args)
 
-compiler.distribute = slow
+compiler.apply_distributed_forms = slow
 with mf.FusionDefinition() as fd:
     x = fd.define_tensor([8, 8])
     fd.add_output(fd.ops.sum(fd.ops.relu(x), [0]))

@@ -188,7 +188,7 @@ def check(compiled: CompiledProgram, rank: int, name: str, launched: Launched) -
 def test_segments_build_as_their_kernels_run(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for merged moments, which are torch's."""
     fake_kernels.staged(monkeypatch)
-    monkeypatch.setattr(compiler, "moments_merged", lambda sharded, world: sharded)
+    monkeypatch.setattr(compiler, "fuse_mean_variance", lambda sharded, world: sharded)
     compiled, launched = launches(program(), monkeypatch)
     assert sum(check(compiled, rank, name, tensors) for (rank, name), tensors in launched.items()) >= 4
 

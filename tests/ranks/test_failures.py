@@ -273,7 +273,7 @@ finally:
 
 WHEREVER = f"""
 from meshfuse.runtime.gloo import Gloo
-from meshfuse.runtime.rendezvous import Meetings
+from meshfuse.runtime.rendezvous import Rendezvous
 left = {{count}}
 def count(kind, name):
     real = getattr(kind, name)
@@ -285,7 +285,7 @@ def count(kind, name):
         return real(*args)
     setattr(kind, name, call)
 count(Gloo, "_issue")
-count(Meetings, "_arrive")
+count(Rendezvous, "_arrive")
 {rank_pool.START}
 fd(torch.ones(4, 6), torch.ones(2, 6))
 world.barrier()
