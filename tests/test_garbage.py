@@ -131,9 +131,9 @@ loop = Loop()
 import meshfuse as mf
 from test_garbage import deep
 deep(16).compile()
-from meshfuse import memos
-memos.MOST = 1e9
-memos.drop()
+from meshfuse import caches
+caches.MOST = 1e9
+caches.drop()
 gc.collect()
 before = len(gc.get_objects())
 deep(24).compile()

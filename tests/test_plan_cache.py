@@ -480,7 +480,10 @@ KEPT = (
     "/whole_files.py",
     "/file_locks.py",
     "/compiler.py",
-    "/planner/",
+    "/plan_cache.py",
+    "/plan_codec.py",
+    "/shape_reuse.py",
+    "/process_lock.py",
     "/planned_definition.py",
 )
 
@@ -514,8 +517,8 @@ def test_planning_that_ends_at_any_moment_leaves_nothing_half_done(cache):
 SCRIPT = """
 import meshfuse as mf
 from meshfuse import compiler
-from meshfuse.plan_store import cache
-cache.WORTH = -1e9
+from meshfuse.planner import plan_cache
+plan_cache.WORTH = -1e9
 calls = []
 real = compiler.apply_distributed_forms
 compiler.apply_distributed_forms = lambda *args: (calls.append(args), real(*args))[1]

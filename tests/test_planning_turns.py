@@ -21,9 +21,9 @@ SCRIPT = """
 import sys, time
 import meshfuse as mf
 from meshfuse import compiler
-from meshfuse.plan_store import cache
+from meshfuse.planner import plan_cache
 
-cache.WORTH = float(sys.argv[2])
+plan_cache.WORTH = float(sys.argv[2])
 real = compiler.apply_distributed_forms
 
 def slow(*args):
