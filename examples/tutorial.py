@@ -5,8 +5,9 @@ Every step prints what it shows. No launcher and no GPU are needed: ranks are si
 
 from __future__ import annotations
 
-import meshfuse as mf
 import torch
+
+import meshfuse as mf
 
 
 def step(title: str) -> None:

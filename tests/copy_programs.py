@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import meshfuse as mf
 import torch
+
+import meshfuse as mf
 from meshfuse.host_ir import HostProgram
 from meshfuse.lowering.instructions import Deal, Flatten, Instruction, Join, Own, Pack, Put, Reduce
 

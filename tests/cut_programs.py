@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import meshfuse as mf
 import torch
+
+import meshfuse as mf
 from meshfuse.lowering.instructions import CommunicationCall, Launch
 from meshfuse.testing import assert_same_as_unsharded
 

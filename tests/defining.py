@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 import meshfuse as mf
 import meshfuse.nvfuser_direct as nvfuser
-import torch
 from meshfuse.compiler import CompiledProgram, _graph, compile_sharded
 from meshfuse.executor.arguments import Inputs
 from meshfuse.graph import Graph, specialize

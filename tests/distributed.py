@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import meshfuse as mf
 import torch
+
+import meshfuse as mf
 
 Build = Callable[[mf.FusionDefinition, Any], Any]
 

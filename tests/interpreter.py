@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import meshfuse as mf
 import torch
+
+import meshfuse as mf
+from attention_references import attention
 from meshfuse.dtypes import Category, DataType
 from meshfuse.ops.base import ParamKind, ScalarRef, TensorRef
 from meshfuse.scalars import evaluate
-
-from attention_references import attention
 from op_references import REFERENCES
 
 _WIDEST = (torch.bool, torch.int64, torch.float64, torch.complex128)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
 from meshfuse.ops import OPS
 from meshfuse.ops.base import TensorRef
 from meshfuse.ops.binding import make_call

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 from meshfuse.errors import MeshfuseError
 
 MESH = mf.DeviceMesh((2, 4), ("dp", "tp"))

@@ -6,15 +6,16 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import meshfuse as mf
-import meshfuse.planned_definition as module
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard
+
+import meshfuse as mf
+import meshfuse.planned_definition as module
 from meshfuse import DataType, ParallelType
 from meshfuse.sharding.layout import Split
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
-from torch.distributed.tensor import Replicate, Shard
 
 MESH = mf.DeviceMesh((2, 4), ("dp", "tp"))
 X, Y = ParallelType.mesh_x, ParallelType.mesh_y

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 from meshfuse import disk_cache
 from meshfuse.backends import Task, Unsupported, assignment, inductor
 from meshfuse.backends.assignment import assigned, requested, saved_seconds

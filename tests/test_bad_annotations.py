@@ -10,16 +10,16 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
 import numpy as np
 import pytest
 import torch
-from meshfuse import ParallelType
-from meshfuse.report.page import page
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import meshfuse as mf
 from defining import rebuilt
+from meshfuse import ParallelType
+from meshfuse.report.page import page
 from refusing import MESH, X, define, raises
 
 HERE = os.path.basename(__file__)

@@ -11,15 +11,15 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
-import meshfuse.nvfuser_direct as nv
 import numpy as np
 import pytest
 import torch
+
+import meshfuse as mf
+import meshfuse.nvfuser_direct as nv
 from meshfuse import DataType, ParallelType
 from meshfuse.ops.base import TensorRef
 from meshfuse.ops.registry import OPS as OPS_BY_NAME
-
 from refusing import MESH, X, define, raises
 
 

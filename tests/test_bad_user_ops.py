@@ -6,12 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 from meshfuse import DataType
 from meshfuse.testing import check_op
-
 from refusing import refused_in
 
 MESH = mf.DeviceMesh((2,), ("x",))

@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
 import numpy as np
 import pytest
 import torch
+
+import meshfuse as mf
 from meshfuse import DataType, ParallelType
 from meshfuse.errors import MeshfuseError
 

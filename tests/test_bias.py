@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 import torch.nn.functional as F
+
+import meshfuse as mf
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
 
 MESH = mf.DeviceMesh((2, 2), ("dp", "tp"))

@@ -8,8 +8,9 @@ import json
 import os
 import warnings
 
-import meshfuse as mf
 import pytest
+
+import meshfuse as mf
 from meshfuse.report import plan_warning
 
 HERE = os.path.basename(__file__)

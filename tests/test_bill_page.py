@@ -8,10 +8,11 @@ import re
 from collections.abc import Callable
 from html.parser import HTMLParser
 
-import meshfuse as mf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+import meshfuse as mf
 from meshfuse.compiler import CompiledProgram
 from meshfuse.report.page import page
 from meshfuse.report.page_timeline import lanes as timeline_lanes

@@ -6,16 +6,16 @@ import dataclasses
 import sys
 from pathlib import Path
 
-import meshfuse as mf
 import pytest
 import torch
-from meshfuse.reshard.prices import price
-from meshfuse.sharding import Sharding
 
+import meshfuse as mf
 from bill_classes.known import check_run
 from defining import taken_over
 from ledger.book import assert_unchanged
 from ledger.known_programs import ON_LINKS, on_links, table
+from meshfuse.reshard.prices import price
+from meshfuse.sharding import Sharding
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "bills"
 sys.path.insert(0, str(BENCHMARK))

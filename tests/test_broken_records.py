@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 from meshfuse.ops.base import Param, ParamKind, Rule, RuleBuilder
 from meshfuse.testing import check_op
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import meshfuse as mf
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from meshfuse.reshard.bucketing import LARGEST, bucket_collectives
 
+import meshfuse as mf
 from defining import collectives
+from meshfuse.reshard.bucketing import LARGEST, bucket_collectives
 
 MESH = mf.DeviceMesh((2, 2), ("dp", "tp"))
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from meshfuse.executor import buffers
 from meshfuse.executor.buffers import Plain, Pooled
 from meshfuse.runtime import scratch

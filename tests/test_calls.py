@@ -6,6 +6,7 @@ import itertools
 import random
 
 import pytest
+
 from meshfuse.runtime.call_order import Calls, first_difference
 
 SIZE = 5

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 from hypothesis import find
+
+import meshfuse as mf
 from meshfuse.ops import OPS
 from meshfuse.ops.base import BlockOrder, Call, Factor, FactorKind, Rule
 from meshfuse.ops.binding import make_call
@@ -28,7 +29,6 @@ from meshfuse.testing import (
     shapes_for,
     shardings,
 )
-
 from user_ops import DOUBLE, scaled_product, tensor
 
 sys.path.insert(0, str(Path(__file__).parent / "ranks"))

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 from meshfuse.ops import OPS
 from meshfuse.testing import assert_same_as_unsharded, check_op
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import meshfuse as mf
 import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from meshfuse.sharding.value import Sharding
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import meshfuse as mf
+from meshfuse.sharding.value import Sharding
 
 EMPTY = {
     "no rows": torch.empty(0, 3), "no columns": torch.empty(4, 0, dtype=torch.bfloat16),

@@ -18,12 +18,14 @@ import threading
 import warnings
 from pathlib import Path
 
-import meshfuse as mf
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+import meshfuse as mf
+from interrupts import interrupted, refused
 from meshfuse.checkpoint import api, folder
 from meshfuse.checkpoint.hyperslabs import boxes
 from meshfuse.errors import CheckpointError
@@ -32,8 +34,6 @@ from meshfuse.runtime.rendezvous import Rendezvous
 from meshfuse.runtime.world import World
 from meshfuse.sharding.data import shard
 from meshfuse.testing import meshes, shardings
-
-from interrupts import interrupted, refused
 
 SOURCE = Path(__file__).resolve().parents[1]
 

@@ -12,12 +12,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import meshfuse
 import pytest
+
+import meshfuse
+from interrupts import interrupted, places, refused, requests
 from meshfuse.cli import main
 from meshfuse.executor.record import recorder
-
-from interrupts import interrupted, places, refused, requests
 
 SCRIPT = """
 import argparse

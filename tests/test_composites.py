@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 import torch.nn.functional as F
+
+import meshfuse as mf
 from meshfuse.ops.base import REQUIRED, ParamKind
 from meshfuse.ops.binding import of_kind
 

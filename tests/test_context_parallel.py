@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import counting
-import meshfuse as mf
 import pytest
 import torch
 import torch.nn.functional as F
-from meshfuse.lowering.instructions import Collective, Instruction, Launch, Wait
 
+import meshfuse as mf
 from defining import collectives
+from meshfuse.lowering.instructions import Collective, Instruction, Launch, Wait
 
 DOUBLE = mf.DataType.Double
 BATCH, HEADS, SHARED, ROWS, WIDTH = 2, 4, 2, 48, 8

@@ -9,10 +9,13 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import meshfuse as mf
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.utils._pytree import tree_leaves
+
+import meshfuse as mf
+from copy_programs import COLUMNS, LINE, MOVED, ROWS, WHOLE, copies
 from meshfuse import host_ir as lower
 from meshfuse.compiler import CompiledProgram
 from meshfuse.executor.buffers import Plain
@@ -36,9 +39,6 @@ from meshfuse.lowering.schedule import IN_FLIGHT
 from meshfuse.ops.base import ScalarRef, TensorRef
 from meshfuse.sharding.data import shard
 from meshfuse.testing import annotations, definitions, inputs_for
-from torch.utils._pytree import tree_leaves
-
-from copy_programs import COLUMNS, LINE, MOVED, ROWS, WHOLE, copies
 
 
 def outside() -> Any:

@@ -6,15 +6,15 @@ import enum
 from collections.abc import Iterator
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
+import op_references as references
 from meshfuse import DataType
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Sample, TensorType
 from meshfuse.testing.calls import fill
-
-import op_references as references
 from refusing import refused_in
 
 

@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-import meshfuse as mf
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import meshfuse as mf
+from defining import graph_of, rebuilt
 from meshfuse import costs
 from meshfuse.lowering.durations import CostModel
 from meshfuse.reshard.prices import link_over, price
@@ -23,8 +25,6 @@ from meshfuse.reshard.search import plan
 from meshfuse.reshard.steps import MoveKind
 from meshfuse.sharding import Sharding, Split
 from meshfuse.testing import meshes, shardings
-
-from defining import graph_of, rebuilt
 
 FAST, SLOW = mf.Link(450e9, 5e-6), mf.Link(25e9, 20e-6)
 LINKS = {"dp": SLOW, "tp": FAST}

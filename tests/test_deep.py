@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 from meshfuse.report.explain import explain_all
 
 MESH = mf.DeviceMesh((2, 2), ("dp", "tp"))

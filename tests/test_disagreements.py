@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from meshfuse.runtime.diagnosis import disagreement
 
 

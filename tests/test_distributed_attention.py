@@ -6,11 +6,11 @@ import itertools
 import math
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 import torch.nn.functional as F
 
+import meshfuse as mf
 from attention_references import attention
 from distributed import assert_close, mesh_of, op_names
 

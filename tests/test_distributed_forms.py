@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
+from distributed import Build, assert_close, defined, mesh_of, op_names
 from meshfuse import DataType
 from meshfuse.sharding.layout import Split
-
-from distributed import Build, assert_close, defined, mesh_of, op_names
 
 Reference = Callable[[torch.Tensor], Any]
 X = torch.randn(12, 10, generator=torch.Generator().manual_seed(0))

@@ -12,8 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "ranks"))
 
 import forked
-import meshfuse as mf
 from rank_pool import base_environment
+
+import meshfuse as mf
 
 ROOT = Path(__file__).parent.parent
 GPT = ROOT / "examples/gpt/run.py"

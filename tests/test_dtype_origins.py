@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import meshfuse as mf
 import pytest
+
+import meshfuse as mf
 from meshfuse import DataType, TensorType
 from meshfuse.ops import OPS
 

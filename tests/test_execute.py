@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 from meshfuse.executor.argument_guards import outline
 
 

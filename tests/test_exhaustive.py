@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 
-import meshfuse as mf
 import pytest
-from meshfuse.planner.plan_cost import plan_cost
 
+import meshfuse as mf
 from defining import graph_of
 from exhaustive import MOVES, Exhaustive, weighed
+from meshfuse.planner.plan_cost import plan_cost
 
 T = mf.TensorView
 SIZES = (128, 512, 1024, 2048, 4096)

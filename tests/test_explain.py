@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 
 MESH = mf.DeviceMesh((2, 4), ("dp", "tp"))
 HERE = os.path.basename(__file__)

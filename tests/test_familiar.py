@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from meshfuse.executor.argument_guards import ArgumentGuards
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+
+from meshfuse.executor.argument_guards import ArgumentGuards
 
 OPTIONS = (False, None, False)
 GOOD = torch.arange(6.0).reshape(2, 3)

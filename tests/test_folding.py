@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
+from defining import graph_of
+from interpreter import has_reference, interpret
 from meshfuse.compiler import compile_sharded, decided
 from meshfuse.graph import Graph
 from meshfuse.placement.repeated_layers import KEPT, LONG, Folded, repeated_layers
@@ -18,9 +21,6 @@ from meshfuse.planner.plan_cost import plan_cost
 from meshfuse.propagation import Propagation, ShardedDefinition, propagate
 from meshfuse.report.bill import bill_of
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
-
-from defining import graph_of
-from interpreter import has_reference, interpret
 
 TP = mf.DeviceMesh((4,), ("tp",))
 EIGHT = mf.DeviceMesh((8,), ("tp",))

@@ -6,16 +6,16 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import meshfuse as mf
 import pytest
+
+import meshfuse as mf
+from defining import graph_of
 from meshfuse.definition.tensor_view import TensorView
 from meshfuse.ops.base import TensorRef
 from meshfuse.planner import search
 from meshfuse.planner.plan_cache import packed, unpacked
 from meshfuse.sharding.value import Sharding
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
-
-from defining import graph_of
 
 MESH = mf.DeviceMesh((2, 4), ("x", "y"))
 Dim = str | tuple[str, ...] | None

@@ -8,6 +8,7 @@ import inspect
 import pickle
 
 import pytest
+
 from meshfuse.errors import SourceLine
 from meshfuse.fast_dataclass import quickly_made
 

@@ -10,8 +10,9 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-import meshfuse as mf
 import pytest
+
+import meshfuse as mf
 from meshfuse import caches as memos
 from meshfuse import compiler
 from meshfuse import gc_pause as collector

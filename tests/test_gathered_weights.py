@@ -7,18 +7,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import meshfuse as mf
 import pytest
 import torch
+from torch.nn import functional
+
+import meshfuse as mf
+from defining import graph_of
 from meshfuse.planner import effort, search
 from meshfuse.planner.effort import MOST, Effort
 from meshfuse.planner.search import _PlanSearch
 from meshfuse.planner.weights import saved_by_gathering, saved_by_leaving
 from meshfuse.propagation import propagate
 from meshfuse.testing import assert_same_as_unsharded
-from torch.nn import functional
-
-from defining import graph_of
 
 DP, TP = 2, 4
 MESH = mf.DeviceMesh((DP, TP), ("dp", "tp"))

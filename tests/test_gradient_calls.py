@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 from meshfuse.dtypes import DataType
 
 INT = DataType.Int

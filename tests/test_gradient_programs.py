@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 import torch.nn.functional as F
-from meshfuse.dtypes import Category, DataType
 
+import meshfuse as mf
 from defining import rebuilt
+from meshfuse.dtypes import Category, DataType
 
 DOUBLE, INT = DataType.Double, DataType.Int
 B, S, D, HEADS, HIDDEN, VOCAB = 2, 6, 8, 4, 12, 10

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
+import op_references as references
+from attention_references import attention
 from meshfuse.dtypes import Category, DataType
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Call, Sample, TensorType
 from meshfuse.testing.calls import define_call
-
-import op_references as references
-from attention_references import attention
 from op_harness import argument, make_call, operands_of, sample_ids
 
 WIDE = {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import meshfuse as mf
 import pytest
+
+import meshfuse as mf
 from meshfuse.graph import CallTable, specialize
 from meshfuse.ops import OPS
 from meshfuse.ops.base import TensorRef, TensorType

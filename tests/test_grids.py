@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import meshfuse as mf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from layers import SMALL
+
+import meshfuse as mf
+from bill_classes.grids import CLASSES
+from defining import graph_of
 from meshfuse.planner.grids import MOST_WAYS, Grid, grids
 from meshfuse.planner.plan_cost import plan_cost
 from meshfuse.planner.search import GRID_OPS
@@ -17,9 +20,6 @@ from meshfuse.propagation import THOROUGH, Propagation
 from meshfuse.sharding import layout as lay
 from meshfuse.sharding.layout import Split
 from meshfuse.sharding.value import Sharding
-
-from bill_classes.grids import CLASSES
-from defining import graph_of
 
 RANKS = (5, 3, 0, 1, 2, 4, 7, 6, 8, 9, 10, 11)
 SHAPE = (24, 7)

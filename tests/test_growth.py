@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
 import pytest
+
+import meshfuse as mf
 from meshfuse.report.explain import explain_all
 from meshfuse.report.page import page
 

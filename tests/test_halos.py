@@ -7,10 +7,11 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import meshfuse as mf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import meshfuse as mf
 from meshfuse import compiler
 from meshfuse.rewrites import merge_windows as shifts
 from meshfuse.testing import assert_same_as_unsharded, inputs_for

@@ -9,9 +9,10 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import meshfuse as mf
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
+
+import meshfuse as mf
 from meshfuse import compiler
 from meshfuse.reshard.bucketing import bucket_collectives
 from meshfuse.resharding import ReshardedDefinition

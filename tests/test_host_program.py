@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import meshfuse as mf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import meshfuse as mf
 from meshfuse.host_ir import HostProgram, verify, verify_together
 from meshfuse.lowering.effects import mentioned
 from meshfuse.lowering.instructions import BufferPart, Collective, Free, Instruction, Launch, SendRecv, Wait

@@ -11,17 +11,17 @@ import re
 from collections.abc import Callable
 from typing import Any, get_args
 
-import meshfuse as mf
 import pytest
-from meshfuse import host_ir as lower
-from meshfuse.compiler import CompiledProgram
-from meshfuse.host_ir import HostProgram
-from meshfuse.lowering.instructions import Instruction, Kernel
 
+import meshfuse as mf
 from ledger import book
 from ledger.drawn import COUNT, drawn
 from ledger.facts import Entry, entry_of
 from ledger.known_programs import LONG, all_programs, random_name
+from meshfuse import host_ir as lower
+from meshfuse.compiler import CompiledProgram
+from meshfuse.host_ir import HostProgram
+from meshfuse.lowering.instructions import Instruction, Kernel
 
 AT_ONCE = 10
 MESH = mf.DeviceMesh((4,), ("tp",))

@@ -10,9 +10,10 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 from meshfuse import fusion_definition
 from meshfuse.backends import inductor
 from meshfuse.executor.bind import bind_program

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
 
 MESH = mf.DeviceMesh((4,), ("tp",))

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
+
+import meshfuse as mf
 from meshfuse import compiler
 from meshfuse.executor.bind import bind_program
 from meshfuse.ops import OPS
@@ -21,8 +23,6 @@ from meshfuse.reshard.rematerialize import Peak, _Usage, peak, rematerialize_gat
 from meshfuse.resharding import ReshardedDefinition, Set
 from meshfuse.testing import annotations, assert_same_as_unsharded, definitions, inputs_for, meshes, shapes_for
 from meshfuse.testing.calls import operands_of, whole
-from torch.profiler import ProfilerActivity, profile
-
 from op_harness import sample_ids
 
 LAYERS, ROWS, WIDTH = 4, 64, 32

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import meshfuse as mf
 from meshfuse import compiler
 from meshfuse.compiler import CompiledProgram
 from meshfuse.lowering.instructions import Collective

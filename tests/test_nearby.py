@@ -10,17 +10,17 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
+
+import meshfuse as mf
+from interpreter import has_reference, interpret
 from meshfuse.compiler import CompiledProgram, compile_definition
 from meshfuse.executor.arguments import Inputs
 from meshfuse.planner import shape_reuse as nearby
 from meshfuse.testing import annotations, assert_same_as_unsharded, definitions, inputs_for
-
-from interpreter import has_reference, interpret
 
 WORLD = mf.DeviceMesh([0])
 GRID = mf.DeviceMesh((2, 2), ("dp", "tp"))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from meshfuse.report.nearest import Ways
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 import torch.nn.functional as F
+
+import meshfuse as mf
 
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 # What is made of a tensor of 8 x 8 with a number, and the same in torch.

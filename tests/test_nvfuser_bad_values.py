@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
-import meshfuse.nvfuser_direct as nv
 import pytest
 import torch
+
+import meshfuse as mf
+import meshfuse.nvfuser_direct as nv
 from meshfuse.errors import MeshfuseError
 
 X = torch.arange(24.0).reshape(4, 6)

@@ -11,13 +11,13 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
-import meshfuse.nvfuser_direct as nvfuser
 import pytest
 import torch
-from meshfuse.nvfuser_direct import benchmark_utils, pytorch_utils
 
+import meshfuse as mf
+import meshfuse.nvfuser_direct as nvfuser
 from defining import nvfuser_relu
+from meshfuse.nvfuser_direct import benchmark_utils, pytorch_utils
 
 # All names that the files in benchmarks/python and tests/python of github.com/NVIDIA/Fuser (April 2026) import from
 # nvfuser_direct, and what they read of those.

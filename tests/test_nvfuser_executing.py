@@ -6,14 +6,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
-import meshfuse.nvfuser_direct as nvfuser
 import pytest
 import torch
+
+import meshfuse as mf
+import meshfuse.nvfuser_direct as nvfuser
+from defining import nvfuser_rebuilt, nvfuser_relu
 from meshfuse.nvfuser_direct import DataType, FusionDefinition
 from meshfuse.nvfuser_direct.executors import ExecutorError
-
-from defining import nvfuser_rebuilt, nvfuser_relu
 
 NVMesh = nvfuser.multidevice.DeviceMesh
 X = nvfuser.ParallelType.mesh_x

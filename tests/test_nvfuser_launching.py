@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from meshfuse.backends import Unsupported
 from meshfuse.backends.nvfuser.launch import CudaLauncher, NativePart
 from meshfuse.backends.nvfuser.memory_layout import dense_strides, memory_layout

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+
 from meshfuse.backends.nvfuser import NvfuserMissing
 
 loading = importlib.import_module("meshfuse.backends.nvfuser.load")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse.nvfuser_direct as nvfuser
 import pytest
+
+import meshfuse.nvfuser_direct as nvfuser
 from meshfuse.errors import DefinitionError
 from meshfuse.nvfuser_direct import DataType, FusionDefinition
 

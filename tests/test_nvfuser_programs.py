@@ -8,15 +8,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
-import meshfuse.nvfuser_direct as nvfuser
 import pytest
 import torch
 import torch.nn.functional as F
+
+import meshfuse as mf
+import meshfuse.nvfuser_direct as nvfuser
+from defining import nvfuser_rebuilt
 from meshfuse.nvfuser_direct import DataType, FusionDefinition, ParallelType
 from meshfuse.nvfuser_direct.executors import EmptyDefinitionError, ExecutorError
-
-from defining import nvfuser_rebuilt
 
 Define = Callable[[FusionDefinition], Any]
 

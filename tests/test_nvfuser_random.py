@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
-import meshfuse.nvfuser_direct as nvfuser
 import pytest
 import torch
+
+import meshfuse as mf
+import meshfuse.nvfuser_direct as nvfuser
 from meshfuse.nvfuser_direct import DataType, FusionDefinition
 
 X = torch.arange(45.0).reshape(5, 9)

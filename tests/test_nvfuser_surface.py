@@ -10,14 +10,14 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
-import meshfuse.nvfuser_direct as nvfuser
 import numpy as np
 import pytest
 import torch
-from meshfuse.nvfuser_direct import DataType, FusionDefinition, pytorch_utils
 
+import meshfuse as mf
+import meshfuse.nvfuser_direct as nvfuser
 from defining import nvfuser_relu
+from meshfuse.nvfuser_direct import DataType, FusionDefinition, pytorch_utils
 
 NVMesh = nvfuser.multidevice.DeviceMesh
 X = nvfuser.ParallelType.mesh_x

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
+from defining import nvfuser_rebuilt
 from meshfuse.nvfuser_direct import DataType, FusionDefinition
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Sample, TensorType
-
-from defining import nvfuser_rebuilt
 
 
 def defined(define: Any) -> FusionDefinition:

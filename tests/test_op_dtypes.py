@@ -10,9 +10,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 from meshfuse.dtypes import Category, promote
 
 FOUND: dict[str, Any] = json.loads((Path(__file__).parent / "nvfuser_dtypes.json").read_text())

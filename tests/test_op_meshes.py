@@ -6,14 +6,14 @@ import itertools
 import random
 from collections.abc import Mapping
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
+from defining import graph_of
 from meshfuse.graph import Graph
 from meshfuse.placement.op_meshes import node_meshes
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
-
-from defining import graph_of
 
 Fd, Tensor = mf.FusionDefinition, mf.TensorView
 MESHES = [mf.DeviceMesh((1,), ("p",), ranks=[rank]) for rank in range(3)]

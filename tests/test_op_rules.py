@@ -7,18 +7,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import meshfuse.kernels as K
 import pytest
 import torch
+
+import meshfuse.kernels as K
+import op_references as references
+from attention_references import ATTENTION, GRADIENTS, attention, attention_bwd, seen_in_ring
 from meshfuse.errors import KernelError
 from meshfuse.host_ir import sums_in_new_memory
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Call
 from meshfuse.testing import check_op, parts
 from meshfuse.testing.cases import factor_cases
-
-import op_references as references
-from attention_references import ATTENTION, GRADIENTS, attention, attention_bwd, seen_in_ring
 from op_harness import SALT, argument, make_call, operands_of, sample_ids, whole
 
 SAMPLES = sample_ids()

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 import torch.nn.functional as F
+
+import meshfuse as mf
 from meshfuse.testing import inputs_for
 from meshfuse.testing.examples import Example, examples_of
 

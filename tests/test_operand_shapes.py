@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
+import op_references as references
 from meshfuse.graph import CallTable
 from meshfuse.kernels.lookup import IndexOutOfRange
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Sample, TensorType
-
-import op_references as references
 from op_harness import make_call, operands_of, sample_ids, whole
 
 RUNNABLE = [pair for pair in sample_ids() if pair[0] not in references.NVIDIA_ONLY]

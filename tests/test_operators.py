@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
 import numpy as np
 import pytest
 import torch
+
+import meshfuse as mf
 
 MESH = mf.DeviceMesh((2, 2), ("dp", "tp"))
 # As Python writes them. x and y are positive numbers, i and j integers, p and q bools; all of [6, 6].

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
+import op_references as references
 from meshfuse.graph import Graph, Node
 from meshfuse.lowering.kernel_text import scalar_text
 from meshfuse.lowering.op_text import OpText
@@ -17,8 +19,6 @@ from meshfuse.ops.local import LocalCall
 from meshfuse.placement.factors import Placement
 from meshfuse.resharding import Compute
 from meshfuse.testing.calls import define_call
-
-import op_references as references
 from op_harness import make_call, operands_of, sample_ids, whole
 
 RUNNABLE = [pair for pair in sample_ids() if pair[0] not in references.NVIDIA_ONLY]

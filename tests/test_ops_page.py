@@ -7,18 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 import torch.nn.functional as F
+
+import meshfuse as mf
+from gradient_checks import both
 from meshfuse.cli import main
 from meshfuse.ops import COMPOSITES, OPS, families
 from meshfuse.ops.base import Partial
 from meshfuse.ops.summary import CARRIES, FATES, examples, help_text
 from meshfuse.ops.torch_names import INSTEAD
 from meshfuse.testing.calls import define_call
-
-from gradient_checks import both
 from scripts import script
 
 ROOT = Path(__file__).parent.parent

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import meshfuse as mf
+from cut_programs import Body, check, column_parallel, defined, line, overlap, ran, row_parallel, stream
 from meshfuse.definition.tensor_view import TensorView
 from meshfuse.lowering.instructions import Launch, SendRecv
 from meshfuse.ops.base import TensorRef
 from meshfuse.testing import annotations, assert_same_as_unsharded, definitions, inputs_for
-
-from cut_programs import Body, check, column_parallel, defined, line, overlap, ran, row_parallel, stream
 
 ASKS = {
     "overlap": overlap, "ring": lambda n: overlap(n, ring=True), "columns": lambda n: overlap(n, dim=1),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import meshfuse as mf
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
+import meshfuse as mf
+from defining import graph_of, random_inputs
 from meshfuse.compiler import compile_definition
 from meshfuse.executor.arguments import Inputs
 from meshfuse.graph import CallTable, Graph, Node, Tensor, numbered
@@ -24,8 +26,6 @@ from meshfuse.sharding.layout import Split
 from meshfuse.testing import assert_same_as_unsharded, definitions, inputs_for
 from meshfuse.testing.check import assert_close, tolerance_of
 from meshfuse.testing.pieced import evaluated, on_parts, pieced_problem
-
-from defining import graph_of, random_inputs
 from op_harness import sample_ids
 
 T = mf.TensorView

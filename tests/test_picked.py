@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 
-import meshfuse as mf
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from programs import TP8, Fd, outputs, split
+
+import meshfuse as mf
+from bill_classes.known import check_run
+from bill_classes.picked import picked_in
+from defining import graph_of
 from meshfuse.ops.base import TensorRef
 from meshfuse.rewrites.hoist_slices import Picked
 from meshfuse.testing import definitions, inputs_for
 from meshfuse.testing.check import assert_close, tolerance_of
 from meshfuse.testing.pieced import evaluated
-from programs import TP8, Fd, outputs, split
-
-from bill_classes.known import check_run
-from bill_classes.picked import picked_in
-from defining import graph_of
 
 
 def sliced(fd: Fd, of: str) -> None:

@@ -7,15 +7,15 @@ import itertools
 import math
 from collections.abc import Iterator
 
-import meshfuse as mf
 import pytest
+
+import meshfuse as mf
+from defining import graph_of
 from meshfuse.compiler import decided
 from meshfuse.graph import Graph
 from meshfuse.planner.plan_cost import plan_cost
 from meshfuse.sharding.layout import Split
 from meshfuse.sharding.value import Sharding
-
-from defining import graph_of
 
 MESH = mf.DeviceMesh((2, 4), ("dp", "tp"))
 BOTH = ("dp", "tp")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import meshfuse as mf
 import pytest
+
+import meshfuse as mf
+from defining import graph_of
 from meshfuse import compiler
 from meshfuse.planner.pins import pins
 from meshfuse.propagation import LOOK, Propagation
 from meshfuse.resharding import insert_resharding
 from meshfuse.sharding.layout import extent
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
-
-from defining import graph_of
 
 MESH = mf.DeviceMesh((2, 4), ("dp", "tp"))
 

@@ -17,16 +17,16 @@ import unittest.mock
 import warnings
 from pathlib import Path
 
-import meshfuse as mf
 import pytest
 import torch
 from hypothesis import given, settings
+
+import meshfuse as mf
+from interrupts import forget, interrupted, places, refused, requests
 from meshfuse import compiler, disk_cache
 from meshfuse.fusion_definition import FusionDefinition
 from meshfuse.planner import plan_cache as plan_cache
 from meshfuse.testing import annotations, definitions
-
-from interrupts import forget, interrupted, places, refused, requests
 
 SOURCE = Path(__file__).resolve().parents[1]
 

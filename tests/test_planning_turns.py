@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from meshfuse import disk_cache
 from meshfuse.planner.process_lock import in_turn
 

@@ -8,19 +8,19 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
+import meshfuse as mf
+from defining import collectives, random_inputs
+from interpreter import has_reference, interpret
 from meshfuse import fusion_definition
 from meshfuse.graph import shape_scalars
 from meshfuse.ops.base import TensorRef, TensorType
 from meshfuse.testing import annotations, definitions, inputs_for, shapes_for
 from meshfuse.testing.check import assert_close, tolerance_of
-
-from defining import collectives, random_inputs
-from interpreter import has_reference, interpret
 
 TP = mf.DeviceMesh((4,), ("tp",))
 GRID = mf.DeviceMesh((2, 2), ("dp", "tp"))

@@ -7,8 +7,9 @@ import subprocess
 import sys
 import types
 
-import meshfuse as mf
 import pytest
+
+import meshfuse as mf
 from meshfuse import cli
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 from meshfuse.definition import seeds
 from meshfuse.kernels import random
 from meshfuse.kernels.random import RandomStream, fractions, normals, philox, uniform

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import meshfuse as mf
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
+import meshfuse as mf
+from gradient_checks import gradients_of
+from interpreter import has_reference, interpret
 from meshfuse.definition.tensor_view import TensorView
 from meshfuse.dtypes import Category
 from meshfuse.ops.base import TensorRef
 from meshfuse.testing import annotations, definitions, inputs_for
 from meshfuse.testing.check import assert_close
-
-from gradient_checks import gradients_of
-from interpreter import has_reference, interpret
 from test_random_programs import examples, families
 
 # Programs per family of ops: `make fuzz` draws other ones without end.

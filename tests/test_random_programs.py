@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-import meshfuse as mf
 import pytest
 import torch
 from hypothesis import Phase, assume, find, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
+
+import meshfuse as mf
+from interpreter import has_reference, interpret
+from laws import LAWS, Law, annotated_with_all, annotated_with_one
 from meshfuse.ops import OPS
 from meshfuse.planner.plan_cost import plan_cost
 from meshfuse.propagation import ShardedDefinition
 from meshfuse.testing import annotations, assert_same_as_unsharded, definitions, inputs_for, shapes_for
 from meshfuse.testing.blocks import FAMILIES
 from meshfuse.testing.op_blocks import any_op
-
-from interpreter import has_reference, interpret
-from laws import LAWS, Law, annotated_with_all, annotated_with_one
 from op_references import NVIDIA_ONLY
 
 # Programs per family of ops, 452 in all: `make fuzz` draws other ones without end.

@@ -6,9 +6,10 @@ import contextlib
 import re
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 from meshfuse.ops import OPS as TABLE
 
 # Arguments of the ops, x and y being tensors of one dtype.

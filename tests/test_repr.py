@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
 import pytest
+
+import meshfuse as mf
+from defining import rebuilt
 from meshfuse.definition.annotation import Annotation
 from meshfuse.definition.builder import DefinitionBuilder
 from meshfuse.definition.loop import LoopDomain
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Sample, TensorType
-
-from defining import rebuilt
 
 MESH = mf.DeviceMesh((2, 4), ("dp", "tp"))
 

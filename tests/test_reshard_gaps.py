@@ -6,16 +6,16 @@ import itertools
 import math
 from collections.abc import Iterator
 
-import meshfuse as mf
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+import meshfuse as mf
 from meshfuse.reshard.search import plan
 from meshfuse.sharding import layout as lay
 from meshfuse.sharding.layout import Layout, Split
 from meshfuse.sharding.value import Sharding
-
 from test_reshard_properties import at_once, numbers
 
 MESH = mf.DeviceMesh((2, 4), ("x", "y"), links=mf.Link(1e9, 0.0))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-import meshfuse as mf
 import pytest
-from meshfuse.testing import assert_same_as_unsharded, inputs_for
 
+import meshfuse as mf
 from laws import permuting_independent_ops_commutes
+from meshfuse.testing import assert_same_as_unsharded, inputs_for
 
 MESH = mf.DeviceMesh((2, 4), ("tp", "cp"))
 

@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
+import meshfuse as mf
 from meshfuse.costs import DEFAULT_LINK
 from meshfuse.executor import simulate
 from meshfuse.reshard import bounds

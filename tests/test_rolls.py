@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import outputs, split
+
+import meshfuse as mf
+from bill_classes.rolls import part, rolled, total
 from meshfuse.rewrites import merge_windows as shifts
 from meshfuse.rewrites import update_in_place as in_place
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
-from programs import outputs, split
-
-from bill_classes.rolls import part, rolled, total
 
 ROWS = mf.DeviceMesh((4,), ("x",))
 BOTH = mf.DeviceMesh((2, 2), ("x", "y"))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import meshfuse as mf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+import meshfuse as mf
 from meshfuse.sharding import layout as lay
 from meshfuse.sharding.layout import Split
 

@@ -8,14 +8,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
+import op_references as references
 from meshfuse import DataType
 from meshfuse.kernels.scalars import FUNCTIONS
 from meshfuse.ops import OPS
-
-import op_references as references
 
 Make = Callable[[Any, Any], Any]
 

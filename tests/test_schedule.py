@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import meshfuse as mf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import meshfuse as mf
 from meshfuse.host_ir import HostProgram, verify, verify_together
 from meshfuse.lowering.durations import CostModel, payload_bytes
 from meshfuse.lowering.instructions import Collective, CommunicationCall, Free, Instruction, Launch, Wait

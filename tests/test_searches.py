@@ -7,9 +7,15 @@ import itertools
 import math
 from typing import Any
 
-import meshfuse as mf
 import pytest
 from layers import SMALL
+
+import meshfuse as mf
+from bill_classes import CLASSES
+from bill_classes.known import Known
+from defining import graph_of
+from interrupts import interrupted, places
+from laws import renaming_axes_commutes
 from meshfuse.dtypes import DataType
 from meshfuse.graph import specialize
 from meshfuse.ops.base import TensorType
@@ -21,12 +27,6 @@ from meshfuse.propagation import THOROUGH, Propagation
 from meshfuse.sharding.layout import Split
 from meshfuse.sharding.value import Sharding
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
-
-from bill_classes import CLASSES
-from bill_classes.known import Known
-from defining import graph_of
-from interrupts import interrupted, places
-from laws import renaming_axes_commutes
 
 MESH = mf.DeviceMesh((2, 2), ("x", "y"))
 KIND = TensorType((8, 8), DataType.Float)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
+from gradient_checks import Annotate, Pair, both
 from meshfuse.dtypes import Category
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Call, Sample
-
-from gradient_checks import Annotate, Pair, both
 from op_harness import argument, make_call, operands_of
 from test_gradients import DIFFERENTIABLE, reference_of, wide_sample
 

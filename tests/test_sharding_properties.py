@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
 from meshfuse import DeviceMesh
 from meshfuse.reshard.steps import axis_keys
 from meshfuse.sharding import Sharding, Split

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import meshfuse as mf
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
+import meshfuse as mf
 from meshfuse.definition.tensor_view import TensorView
 from meshfuse.graph import specialize
 from meshfuse.ops.base import TensorRef
@@ -23,7 +24,6 @@ from meshfuse.testing import definitions, meshes
 from meshfuse.testing.examples import shape_of
 from meshfuse.testing.layouts import drawn_place
 from meshfuse.testing.writer import Block, DefinitionWriter
-
 from shardy_passes import Partitioned, Unsaid, partitioned
 from shardy_text import Untranslatable, stablehlo_of
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 from meshfuse.graph import specialize
 from meshfuse.reshard.search import plan
 from meshfuse.sharding import Sharding, Split
-
 from shardy_text import Untranslatable, stablehlo_of
 from test_reshard_properties import lacking
 

@@ -6,12 +6,12 @@ import fcntl
 import multiprocessing
 import threading
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 from meshfuse.checkpoint import api, folder, transfer
 from meshfuse.errors import CheckpointError
-
 from test_checkpoints import Team, worlds  # noqa: F401 - a fixture
 
 

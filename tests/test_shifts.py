@@ -6,11 +6,12 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import meshfuse as mf
 from meshfuse.rewrites import merge_windows as shifts
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
 

@@ -7,14 +7,14 @@ import functools
 import threading
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
+from interrupts import interrupted, places
 from meshfuse.backends import Task
 from meshfuse.definition.annotated import AnnotatedDefinition
 from meshfuse.executor import segments, simulate
-
-from interrupts import interrupted, places
 
 MESH = mf.DeviceMesh((2, 4), ("dp", "tp"))
 TABLE = torch.randn(16, 4)

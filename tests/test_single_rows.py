@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 from meshfuse.testing import assert_same_as_unsharded
 from meshfuse.testing.check import inputs_for
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import meshfuse as mf
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import meshfuse as mf
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
 
 MESH = mf.DeviceMesh((4,), ("tp",))

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+
+from gradient_checks import Pair, both
 from meshfuse.ops import OPS
 from meshfuse.ops.base import ParamKind
 from meshfuse.ops.pointwise import pointwise_rule
-
-from gradient_checks import Pair, both
 from op_references import REFERENCES
 
 INF, NAN = math.inf, math.nan

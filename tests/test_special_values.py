@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-import meshfuse as mf
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import meshfuse as mf
+from interpreter import has_reference, interpret, interpreted, narrow
 from meshfuse.dtypes import Category
 from meshfuse.ops.base import Partial
 from meshfuse.testing import inputs_for
 from meshfuse.testing.check import unsharded_copy
-
-from interpreter import has_reference, interpret, interpreted, narrow
 from test_random_programs import FAMILY_NAMES, examples, families, programs
 
 DataType, Fd, Tensor = mf.DataType, mf.FusionDefinition, mf.TensorView

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 from meshfuse import DataType
 
 Z = torch.randn(6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.complex128)

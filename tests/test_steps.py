@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 
 STEPS = [(24, 0, 24, 3), (24, 2, 20, 3), (24, 5, 24, 4), (23, 1, 23, 2), (24, 0, 12, 2), (1024, 7, 1000, 5)]
 

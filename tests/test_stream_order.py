@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 from hypothesis import given, settings
+
+import meshfuse as mf
 from meshfuse.executor.simulate import Simulation
 from meshfuse.executor.stream_order import COMPUTE, Streams
 from meshfuse.host_ir import HostProgram

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 import torch.nn.functional as F
 
+import meshfuse as mf
 from cut_programs import Body, X, check, defined, line, overlap, ran, stream
 
 

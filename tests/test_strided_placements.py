@@ -5,19 +5,20 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import meshfuse as mf
 from meshfuse.compiler import CompiledProgram, compile_definition
 from meshfuse.executor.dtensor import as_dtensor, placeable, placements_of, sharding_of
 from meshfuse.executor.simulate import Simulation
 from meshfuse.planner.effort import Effort
 from meshfuse.reshard.borders import Borders
 from meshfuse.testing import meshes
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 MESH = mf.DeviceMesh((2, 3, 2), ("a", "b", "c"))
 SIZE = 2 * 3 * 2 * 4 * 3

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
+from defining import graph_of, random_inputs
 from meshfuse.planner import plan_cache as plan_cache
 from meshfuse.planner.effort import MOST
 from meshfuse.rewrites.reassociate_sums import Regrouped
 from meshfuse.testing import assert_same_as_unsharded
-
-from defining import graph_of, random_inputs
 
 MESH = mf.DeviceMesh((8,), ("tp",))
 T = mf.TensorView

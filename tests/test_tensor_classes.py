@@ -7,13 +7,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental import proxy_tensor
 from torch.utils.flop_counter import FlopCounterMode
+
+import meshfuse as mf
 
 X = torch.arange(24.0).reshape(4, 6)
 HOW = ["simulate", "execute"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from meshfuse import cli
 from meshfuse.executor.spans import KINDS, RankTime, Span, SpanKind, hidden_share, read_trace, write_trace
 from meshfuse.report.trace import empty_folder

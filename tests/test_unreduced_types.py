@@ -6,14 +6,14 @@ from collections.abc import Callable
 from itertools import product
 from typing import NamedTuple
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
+from defining import graph_of
 from meshfuse.graph import Node
 from meshfuse.placement.factors import passes
 from meshfuse.testing import assert_same_as_unsharded
-
-from defining import graph_of
 
 D = mf.DataType
 T = mf.TensorView

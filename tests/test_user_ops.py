@@ -7,14 +7,14 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
-from meshfuse.testing import annotations, assert_same_as_unsharded, check_op, definitions, inputs_for
 
+import meshfuse as mf
 from defining import rebuilt
+from meshfuse.testing import annotations, assert_same_as_unsharded, check_op, definitions, inputs_for
 from user_ops import DOUBLE, USERS, scaled_product
 
 

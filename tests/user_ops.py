@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import meshfuse as mf
 import torch
 import torch.nn.functional as F
+
+import meshfuse as mf
 from meshfuse.ops.base import Call
 
 DOUBLE = mf.DataType.Double

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-import meshfuse as mf
 import torch
+
+import meshfuse as mf
 from meshfuse.compiler import CompiledProgram
 from meshfuse.dtypes import Category
 from meshfuse.executor.bind import BoundProgram, bind_program

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import meshfuse as mf
 from layers import (
     FULL,
     SMALL,
@@ -26,6 +25,8 @@ from layers import (
     integers,
     mlp,
 )
+
+import meshfuse as mf
 
 TP8 = mf.DeviceMesh((8,), ("tp",))
 DP8 = mf.DeviceMesh((8,), ("dp",))

@@ -12,15 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import meshfuse as mf
 import torch
 from gpu_works import BLOCKS, Block
+from pieces import Lines, Piece, said
+
+import meshfuse as mf
 from meshfuse.dtypes import DataType
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Call, Sample
 from meshfuse.ops.binding import make_call
 from meshfuse.testing.calls import define_call, operands_of, retyped, whole
-from pieces import Lines, Piece, said
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "examples" / "gpt"

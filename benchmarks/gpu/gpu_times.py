@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import meshfuse as mf
 import torch
 from gpu_checks import error_of
 from gpu_works import BLOCKS, Work, elementwise
+from pieces import Lines, Piece, said
+
+import meshfuse as mf
 from meshfuse.backends.nvfuser import build_segment
 from meshfuse.lowering.segments import Segment
-from pieces import Lines, Piece, said
 
 Call = Callable[[], Any]
 HOST_NAMES = {

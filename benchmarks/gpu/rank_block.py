@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 
-import meshfuse as mf
 from gpu_checks import check_block
 from gpu_works import Block
+
+import meshfuse as mf
 
 
 def main(device: str) -> None:

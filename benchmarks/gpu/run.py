@@ -25,8 +25,9 @@ from typing import Any
 import gpu_checks
 import gpu_times
 import torch
-from meshfuse.backends.nvfuser import NvfuserMissing, load_nvfuser
 from pieces import Lines, Outcome, Piece, Section, run_section, work
+
+from meshfuse.backends.nvfuser import NvfuserMissing, load_nvfuser
 
 HERE = Path(__file__).parent
 # What is checked takes processors to compile, so these sections run beside each other; what is timed has the machine

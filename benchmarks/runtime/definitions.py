@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import meshfuse as mf
 from works import CHAIN, CHANNELS, HEADS, WIDE, WIDTH, Work, layered
+
+import meshfuse as mf
 
 View = mf.TensorView
 Body = Callable[..., View]

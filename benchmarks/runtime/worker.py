@@ -19,9 +19,10 @@ import torch.distributed as dist
 from definitions import definition
 from dtensors import distributed, step_of
 from measure import ratio, repeats, take_turns, traffic
-from meshfuse.runtime.world import World
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from works import WORKS, Work, local_part
+
+from meshfuse.runtime.world import World
 
 # What torch.compile keeps is read again by rank number: ranks must not share it.
 CACHE = Path("~/.cache/meshfuse/bench-runtime").expanduser()

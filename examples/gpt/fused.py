@@ -7,8 +7,9 @@ from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import meshfuse as mf
 from model import GPT, LAYER_NORM_EPS, Config, param_shapes
+
+import meshfuse as mf
 
 
 def parse_mesh(text: str) -> mf.DeviceMesh:

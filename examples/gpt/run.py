@@ -19,10 +19,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import meshfuse as mf
 from data import eval_windows
 from fused import FusedGPT, annotate, define, parse_mesh
 from model import GPT, Params, load_params, loss, pick_byte
+
+import meshfuse as mf
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-5

@@ -19,11 +19,12 @@ from typing import Any
 
 import data
 import fused
-import meshfuse as mf
 import model
 import torch
 import train
 from torch import Tensor
+
+import meshfuse as mf
 
 BATCH = 8
 

@@ -29,8 +29,15 @@ RANDOM = "nvFuser's random numbers depend on how the tensor is cut and scheduled
 _CATEGORY: tuple[Callable[[Any], Any], ...] = (bool, int, float, complex)
 
 
+def check_real(n: NvfuserEmit) -> None:
+    """Raises ToTorch for complex numbers: nvFuser squares their differences, where torch takes the absolute square."""
+    if n.call.types[0].dtype.category is Category.COMPLEX:
+        raise ToTorch("nvFuser's variance of complex numbers is complex")
+
+
 def welford(n: NvfuserEmit) -> Any:
     """With the count as Int; nvFuser gives its index type."""
+    check_real(n)
     dims, kind = n.call["dims"], n.call.types[0]
     listed = sorted(d % kind.ndim for d in _listed(dims, kind.ndim))
     mean, spread, count = n.plain(arg=cast(n, n.operands[0], kind.dtype, widen(kind.dtype)), dims=listed)

@@ -150,6 +150,11 @@ def _listed_dims(n: NvfuserEmit) -> Any:
     return n.plain(arg=arg, dims=list(reduced_dims(n.call)))
 
 
+def _real_variance(n: NvfuserEmit) -> Any:
+    nvfuser_forms.check_real(n)
+    return _listed_dims(n)
+
+
 def _welford_emit(e: Emit) -> str:
     return f"K.welford({e.operands[0]}, {list(reduced_dims(e.call))})"
 
@@ -172,7 +177,7 @@ OPS = (
         _rule,
         _unless_empty(_var_emit),
         vjp=STATISTICS["var"],
-        nvfuser=_listed_dims,
+        nvfuser=_real_variance,
         distributed=_distributed,
         samples=lambda: [
             *_samples(),

@@ -7,9 +7,10 @@ import math
 from collections.abc import Sequence
 
 import layers
-import meshfuse as mf
 from layers import Sizes, Tensor, floats
 from programs import TP8, Fd, gradients, outputs, split
+
+import meshfuse as mf
 
 from .known import Classes, by_hand
 

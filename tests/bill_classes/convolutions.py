@@ -8,9 +8,10 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 
-import meshfuse as mf
 from layers import Sizes, Tensor, floats
 from programs import X4_Y2, Fd, gradients, outputs, split
+
+import meshfuse as mf
 
 from .general import SP8
 from .known import Classes

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import meshfuse as mf
 from layers import Sizes, Tensor, floats, mlp, one_hot
 from programs import TP8, X4_Y2, Fd, gradients, outputs, split
+
+import meshfuse as mf
 
 from .known import Classes, by_hand, loss_of_a_head
 

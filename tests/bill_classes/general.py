@@ -7,10 +7,11 @@
 from __future__ import annotations
 
 import layers
-import meshfuse as mf
 import programs
 from layers import Sizes, Tensor, floats, integers
 from programs import DP2_TP4, DP8, TP8, X4_Y2, Fd, gradients, megatron_mlp, on_dim0, outputs, split
+
+import meshfuse as mf
 
 from .known import Classes, by_hand
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import counting
-import meshfuse as mf
 from layers import FULL, SMALL, Sizes, Tensor, floats
-from meshfuse.testing import assert_same_as_unsharded
 from programs import Fd, outputs
 
+import meshfuse as mf
 from defining import taken_over
 from interpreter import has_reference, interpret
+from meshfuse.testing import assert_same_as_unsharded
 
 # So large that eight ranks share each head, too, as they do at full size.
 RUN = dataclasses.replace(SMALL, width=128)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import layers
-import meshfuse as mf
 from layers import Sizes, Tensor, floats
 from programs import TP8, Fd, outputs, split
+
+import meshfuse as mf
 
 from .known import Classes
 

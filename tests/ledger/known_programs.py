@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from unittest.mock import patch
 
-import meshfuse as mf
 import programs
 from layers import FULL, SMALL, Tensor, block, block_weights, floats, mlp
 from programs import DP2_TP4, TP8, Fd
 
+import meshfuse as mf
 from bill_classes import CLASSES
 
 from .drawn import COUNT, drawn

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from native_calls import differences
+
 from meshfuse.backends import assignment
 from meshfuse.backends.nvfuser.backend import NvFuser
 from meshfuse.backends.nvfuser.launch import NativePart, Run, check_outputs, laid_out
 from meshfuse.dtypes import from_torch
-from native_calls import differences
 
 # What nvFuser's kernels write beside its memory (see backends/nvfuser/repeated.py), and what they do not compile with.
 _MISCOMPUTED = re.compile(r"fd\.ops\.(?:expand\(|(?:sum|prod|max|min)\(.*dtype=DataType\.(?:BFloat16|Half)\))")

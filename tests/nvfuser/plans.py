@@ -164,9 +164,8 @@ def _inputs(fd: Any, *shapes: list[int]) -> list[Any]:
 
 def main(name: str) -> None:
     """Make nvFuser plan a program; with NVFUSER_DUMP=pre_segmenter_logging it prints how."""
-    import torch
-
     import nvfuser_direct as nv
+    import torch
 
     mesh = nv.multidevice.DeviceMesh(torch.arange(RANKS))
     split_of: dict[int, int] = {}

@@ -11,15 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 import fake_kernels
-import meshfuse as mf
 import pytest
 import torch
+from whole_programs import PROGRAMS, compare
+
+import meshfuse as mf
 from meshfuse.backends import Unsupported, assignment
 from meshfuse.backends.nvfuser.backend import NvFuser
 from meshfuse.backends.nvfuser.launch import NativePart, Run
 from meshfuse.backends.nvfuser.partition import LIBRARY
 from meshfuse.dtypes import DataType
-from whole_programs import PROGRAMS, compare
 
 pytestmark = pytest.mark.nvfuser
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import fake_kernels
 import pytest
 import torch
-from meshfuse.backends.nvfuser.partition import LIBRARY
 
+from meshfuse.backends.nvfuser.partition import LIBRARY
 from op_references import NVIDIA_ONLY
 from scripts import script
 

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import fake_kernels
-import meshfuse as mf
 import pytest
 import torch
+from whole_programs import PROGRAMS, compare
+
+import meshfuse as mf
 from meshfuse.backends import assignment
 from meshfuse.backends.nvfuser.backend import NvFuser
 from meshfuse.backends.nvfuser.launch import CudaLauncher, NativePart, Run
@@ -16,8 +18,6 @@ from meshfuse.dtypes import DataType
 from meshfuse.ops import OPS
 from meshfuse.ops.binding import make_call
 from meshfuse.testing.calls import define_call, operands_of, retyped, whole
-from whole_programs import PROGRAMS, compare
-
 from op_references import NVIDIA_ONLY
 
 pytestmark = pytest.mark.gpu

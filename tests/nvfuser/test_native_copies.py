@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import fake_kernels
-import meshfuse as mf
-import meshfuse.nvfuser_direct as nvfuser
 import pytest
 import torch
+
+import meshfuse as mf
+import meshfuse.nvfuser_direct as nvfuser
+from copy_programs import MOVED
 from meshfuse.backends.nvfuser.launch import NativePart
 from meshfuse.dtypes import DataType
-
-from copy_programs import MOVED
 
 pytestmark = pytest.mark.nvfuser
 

@@ -7,14 +7,15 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+from whole_programs import PROGRAMS, compare
+
+import meshfuse as mf
 from meshfuse.backends import Unsupported, assignment
 from meshfuse.backends.nvfuser.backend import NvFuser
 from meshfuse.backends.nvfuser.launch import CudaLauncher, NativePart, Run, drawn, share_wrong
 from meshfuse.dtypes import DataType
-from whole_programs import PROGRAMS, compare
 
 pytestmark = pytest.mark.nvfuser
 

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from native_calls import DTYPES, differences, make_call, on_one_rank
+
 from meshfuse.backends.nvfuser import build_call
 from meshfuse.dtypes import DataType
 from meshfuse.errors import DefinitionError
 from meshfuse.ops import OPS
 from meshfuse.ops.base import OpDef, ParamKind, Sample, TensorType
-from native_calls import DTYPES, differences, make_call, on_one_rank
 
 pytestmark = pytest.mark.nvfuser
 

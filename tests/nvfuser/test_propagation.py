@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import meshfuse as mf
-import meshfuse.nvfuser_direct as nvfuser
 import plans
 import pytest
+
+import meshfuse as mf
+import meshfuse.nvfuser_direct as nvfuser
 
 pytestmark = pytest.mark.nvfuser
 

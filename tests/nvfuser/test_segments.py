@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import fake_kernels
-import meshfuse as mf
 import pytest
 import torch
+from native_calls import differences
+
+import meshfuse as mf
 from meshfuse import compiler
 from meshfuse.backends.nvfuser import build_segment, partitioned
 from meshfuse.backends.nvfuser.copies import type_of
@@ -25,7 +27,6 @@ from meshfuse.executor.simulate import Simulation
 from meshfuse.lowering.segments import Segment
 from meshfuse.ops.base import TensorRef
 from meshfuse.ops.nvfuser_lowering import ToTorch
-from native_calls import differences
 
 pytestmark = pytest.mark.nvfuser
 

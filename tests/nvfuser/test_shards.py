@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from native_calls import differences, make_call, samples
+
 from meshfuse import DeviceMesh
 from meshfuse.backends.nvfuser import build_call
 from meshfuse.dtypes import DataType
@@ -15,7 +17,6 @@ from meshfuse.ops.nvfuser_lowering import ToTorch
 from meshfuse.placement.factors import left_to_reduce, tensor_layouts
 from meshfuse.sharding.layout import Layout, Split, canonical
 from meshfuse.sharding.value import Sharding
-from native_calls import differences, make_call, samples
 
 pytestmark = pytest.mark.nvfuser
 

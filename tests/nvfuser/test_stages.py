@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import fake_kernels
-import meshfuse as mf
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_segments import PROGRAMS as SEGMENTS
+from whole_programs import PROGRAMS
+
+import meshfuse as mf
 from meshfuse.backends.nvfuser import build_segment, partitioned
 from meshfuse.backends.nvfuser.partition import LIBRARY, Partition
 from meshfuse.backends.nvfuser.segment import value_types
@@ -25,8 +28,6 @@ from meshfuse.graph import Graph
 from meshfuse.lowering.segments import Segment, SegmentedDefinition
 from meshfuse.ops.base import TensorType
 from meshfuse.ops.pointwise import pointwise_rule
-from test_segments import PROGRAMS as SEGMENTS
-from whole_programs import PROGRAMS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 

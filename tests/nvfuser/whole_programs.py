@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import meshfuse as mf
 import torch
 import torch.nn.functional as F
+
+import meshfuse as mf
 from meshfuse.dtypes import DataType
 
 Shapes = tuple[tuple[int, ...], ...]

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import meshfuse as mf
 import torch
 import torch.nn.functional as F
+
+import meshfuse as mf
 
 DOUBLE = mf.DataType.Double
 GRID = mf.DeviceMesh((2, 2), ("dp", "tp"))

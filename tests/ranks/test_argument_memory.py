@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 
 pytestmark = pytest.mark.ranks
 

@@ -9,16 +9,17 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+from rank_pool import START, alive, run_bare, wait_until
+
+import meshfuse as mf
 from meshfuse.errors import SourceLine
 from meshfuse.executor.spmd import RankProgram
 from meshfuse.runtime import diagnosis
 from meshfuse.runtime import exit_hooks as exits
 from meshfuse.runtime.call_order import Calls
 from meshfuse.runtime.roll_call import Failure
-from rank_pool import START, alive, run_bare, wait_until
 
 pytestmark = pytest.mark.ranks
 

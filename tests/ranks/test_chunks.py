@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 import torch.nn.functional as F
-from meshfuse.sharding.data import shard
 from rank_pool import RankPool
+
+import meshfuse as mf
+from meshfuse.sharding.data import shard
 
 pytestmark = pytest.mark.ranks
 

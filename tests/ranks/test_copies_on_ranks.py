@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import meshfuse as mf
 import pytest
 import torch
-from meshfuse.sharding.data import shard
 
+import meshfuse as mf
 from copy_programs import MOVED
+from meshfuse.sharding.data import shard
 
 pytestmark = pytest.mark.ranks
 

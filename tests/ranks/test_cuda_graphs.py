@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+from rank_pool import RankPool
+
+import meshfuse as mf
 from meshfuse.backends import assignment
 from meshfuse.executor import graphs
 from meshfuse.executor.segments import Segments
 from meshfuse.runtime.group import Group
-from rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
 

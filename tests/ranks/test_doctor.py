@@ -7,8 +7,9 @@ import sys
 
 import pytest
 import torch
-from meshfuse.runtime import doctor
 from rank_pool import base_environment
+
+from meshfuse.runtime import doctor
 
 
 def test_report_has_a_row_for_each_part(monkeypatch):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 import torch.nn.functional as F
+
+import meshfuse as mf
 
 pytestmark = pytest.mark.ranks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from meshfuse.errors import ArgumentError
 from meshfuse.runtime.environment import first_host, read_environment, time_limit
 

@@ -13,13 +13,14 @@ import unittest.mock
 from pathlib import Path
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import rank_pool
+from rank_pool import RankFailed, RankPool, base_environment
+
+import meshfuse as mf
 from meshfuse.runtime.deadlines import bounded
 from meshfuse.runtime.roll_call import line_of, main_thread_frame
 from meshfuse.runtime.work import Work
-from rank_pool import RankFailed, RankPool, base_environment
 
 pytestmark = pytest.mark.ranks
 

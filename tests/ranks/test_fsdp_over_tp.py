@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 
+import meshfuse as mf
 from ranks.test_dtensor import distributed, numbers, torch_mesh
 
 pytestmark = pytest.mark.ranks

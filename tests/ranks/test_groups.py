@@ -7,11 +7,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 import torch.nn.functional as F
 from rank_pool import RankPool, run_bare
+
+import meshfuse as mf
 
 pytestmark = pytest.mark.ranks
 

@@ -8,9 +8,10 @@ import resource
 import subprocess
 
 import pytest
+from test_launching import LAUNCHER, launched
+
 from meshfuse.errors import ArgumentError
 from meshfuse.runtime import launcher
-from test_launching import LAUNCHER, launched
 
 pytestmark = pytest.mark.ranks
 

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import forked
 import pytest
+from rank_pool import alive, base_environment, free_port, wait_until
+
 from meshfuse.errors import ArgumentError
 from meshfuse.runtime import launcher
-from rank_pool import alive, base_environment, free_port, wait_until
 
 pytestmark = pytest.mark.ranks
 

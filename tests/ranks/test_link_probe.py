@@ -6,13 +6,14 @@ import re
 import subprocess
 import sys
 
-import meshfuse as mf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_pool import base_environment
+
+import meshfuse as mf
 from meshfuse import costs
 from meshfuse.runtime import link_probe
-from rank_pool import base_environment
 
 LINKS = st.builds(mf.Link, st.floats(1e7, 1e12), st.floats(1e-7, 1e-3))
 

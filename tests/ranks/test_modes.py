@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 from rank_pool import RankPool
 from rank_programs import CASES
 from test_collectives import DTYPES, SIZES, reduced, reducible, values
+
+import meshfuse as mf
 
 pytestmark = pytest.mark.ranks
 

@@ -12,14 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import test_chunks
 import torch
-from meshfuse.sharding.data import shard
 from rank_pool import START, RankPool, run_bare
 from rank_programs import CASES
 from test_collectives import DTYPES, GATHERED, SIZES, reduced, reducible, values
+
+import meshfuse as mf
+from meshfuse.sharding.data import shard
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "nvfuser"))
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import meshfuse as mf
 import pytest
 import torch
 import torch.nn.functional as F
+from rank_pool import RankPool
+
+import meshfuse as mf
 from meshfuse import compiler
 from meshfuse.planner import shape_reuse as nearby
 from meshfuse.planner.shape_reuse import RENEWED
 from meshfuse.sharding.data import shard
-from rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
-from meshfuse.sharding.data import shard, unshard
 from rank_pool import base_environment
 from rank_programs import CASES, DOUBLE, GRID, MLP, PIPELINE, Tensors, mlp, mlp_torch, pipeline, reduce_scatter_linear
+
+import meshfuse as mf
+from meshfuse.sharding.data import shard, unshard
 
 pytestmark = pytest.mark.ranks
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from meshfuse.executor.spans import read_trace
 
 pytestmark = pytest.mark.ranks

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import meshfuse as mf
 import pytest
 import torch
 import torch.nn.functional as F
+
+import meshfuse as mf
 
 pytestmark = pytest.mark.ranks
 

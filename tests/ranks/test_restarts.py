@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
+
 from meshfuse.errors import ArgumentError
 from meshfuse.runtime import launcher
 

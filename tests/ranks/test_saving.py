@@ -7,11 +7,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
-from meshfuse.sharding.data import shard
 from rank_pool import START, run_bare
+
+import meshfuse as mf
+from meshfuse.sharding.data import shard
 
 pytestmark = pytest.mark.ranks
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from unittest import mock
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 from meshfuse.backends import assignment
 from meshfuse.executor.segments import Segments
 

@@ -7,9 +7,10 @@ import re
 from typing import Any
 from unittest import mock
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 from meshfuse.runtime.world import World
 
 pytestmark = pytest.mark.ranks

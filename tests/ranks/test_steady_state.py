@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+import meshfuse as mf
 
 pytestmark = pytest.mark.ranks
 BENCH = Path(__file__).resolve().parents[2] / "benchmarks" / "runtime"

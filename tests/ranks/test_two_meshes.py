@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
+
+import meshfuse as mf
 
 pytestmark = pytest.mark.ranks
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import meshfuse as mf
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import meshfuse as mf
 from ranks.test_dtensor import torch_mesh
 
 pytestmark = pytest.mark.ranks

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rank_pool import START, run_bare
+
 from meshfuse.errors import RankError
 from meshfuse.runtime import device_watchdog as watch
 from meshfuse.runtime.device_watchdog import Pending, Watch, is_watched, unwatched
-from rank_pool import START, run_bare
 
 pytestmark = pytest.mark.ranks
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import meshfuse.nvfuser_direct as nvfuser
 import torch
+
+import meshfuse.nvfuser_direct as nvfuser
 from meshfuse.nvfuser_direct import FusionDefinition
 from tools import X, Y, columns, coordinates, cut, grid, line, rank, rows, same, size, split
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
 from meshfuse.nvfuser_direct import DataType, FusionDefinition
 from tools import X, cut, line, place, rank, same, size, split
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from meshfuse.nvfuser_direct import DataType, FusionDefinition, ParallelType, PythonProfiler
 from tools import X, Y, cut, expect, grid, line, place, same, size, split
 

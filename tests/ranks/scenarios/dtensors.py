@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import meshfuse.nvfuser_direct as nvfuser
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import meshfuse.nvfuser_direct as nvfuser
 from meshfuse.nvfuser_direct import DataType, FusionDefinition, ParallelType
 from tools import columns, rank, rows, same, size
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 
 def torch_mesh(*names: str) -> Any:

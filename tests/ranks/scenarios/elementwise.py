@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import meshfuse.nvfuser_direct as nvfuser
 import torch
+
+import meshfuse.nvfuser_direct as nvfuser
 from meshfuse.nvfuser_direct import DataType, FusionDefinition, PythonProfiler
 from tools import (
     X,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import meshfuse as mf
-import meshfuse.nvfuser_direct as nvfuser
 import pytest
 import torch
 from dtensors import annotate, torch_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import meshfuse as mf
+import meshfuse.nvfuser_direct as nvfuser
 from meshfuse.nvfuser_direct import DataType, FusionDefinition
 from tools import X, Y, columns, cut, grid, line, place, rows, same, size, split
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 
 def shards_are_written() -> None:

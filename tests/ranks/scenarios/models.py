@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import meshfuse.nvfuser_direct as nvfuser
 import torch
 import torch.nn.functional as F
+
+import meshfuse.nvfuser_direct as nvfuser
 from meshfuse.nvfuser_direct import DataType, FusionDefinition
 from tools import X, Y, Z, columns, cut, place, rows, same, size, split
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import meshfuse.nvfuser_direct as nvfuser
 import torch
 import torch.nn.functional as F
+
+import meshfuse.nvfuser_direct as nvfuser
 from meshfuse.nvfuser_direct import CommunicatorBackend, DataType, FusionDefinition, MemoryType
 from tools import STREAM, X, cut, line, place, same, size, split, whole_numbers
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 
-import meshfuse.nvfuser_direct as nvfuser
 import torch
+
+import meshfuse.nvfuser_direct as nvfuser
 from meshfuse.nvfuser_direct import DataType, FusionDefinition, LruFusionCache, PythonProfiler
 from tools import X, cut, expect, line, place, rank, same, size, split
 

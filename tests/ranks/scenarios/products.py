@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
 from meshfuse.nvfuser_direct import DataType, FusionDefinition, PythonProfiler
 from tools import (
     STREAM,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import meshfuse.nvfuser_direct as nvfuser
 import torch
+
+import meshfuse.nvfuser_direct as nvfuser
 from meshfuse.nvfuser_direct import ParallelType
 
 X, Y, Z = ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
 from meshfuse.nvfuser_direct import DataType, FusionDefinition, PythonProfiler
 from tools import communications, cut, line, place, same, size, split
 
