@@ -145,9 +145,9 @@ def test_a_target_is_not_ignored_for_the_bits_of_the_ignored_one(dtype: torch.dt
     torch.testing.assert_close(found[0], F.cross_entropy(x, targets.long()), rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("ignore", [-100, 3])
+@pytest.mark.parametrize("ignore", [-100, 3, None])
 @pytest.mark.parametrize("wrong", [10, -1, -100])
-def test_other_targets_that_are_no_class_are_errors(ignore: int, wrong: int) -> None:
+def test_other_targets_that_are_no_class_are_errors(ignore: int | None, wrong: int) -> None:
     targets = TARGETS.clone()
     targets[2, 1] = wrong
     with contextlib.nullcontext() if wrong == ignore else pytest.raises(mf.KernelError, match=f"found {wrong} in "):

@@ -28,7 +28,7 @@ ATTENTION: dict[str, tuple[Shapes, str]] = {
 
 
 def _attention(shapes: Shapes, sharded: str, ranks: int, **options: Any) -> mf.FusionDefinition:
-    fd = mf.FusionDefinition()
+    fd = mf.FusionDefinition(seed=1)
     tensors = {n: fd.define_tensor(list(shapes[n != "q"]), dtype=mf.DataType.Double) for n in "qkv"}
     causal, dropout = options.get("causal", False), options.get("dropout", 0.0)
     scale = fd.define_scalar(dtype=mf.DataType.Double) if options.get("scaled") else None

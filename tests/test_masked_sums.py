@@ -44,13 +44,14 @@ PICKED: dict[str, Callable[[Fd], Tensor]] = {
     "where it does not": lambda fd: fd.ops.where(mask(fd), 0, row_parallel(fd)),
     "of two sums": lambda fd: fd.ops.where(mask(fd), row_parallel(fd), row_parallel(fd)),
     "padded": lambda fd: fd.ops.pad(row_parallel(fd), [0, 0, 3, 1]),
-    "padded and cut": lambda fd: fd.ops.pad(row_parallel(fd), [0, 0, -3, 2], -0.0),
+    "padded and cut": lambda fd: fd.ops.pad(row_parallel(fd), [0, 0, -3, 2], 0.0),
     "by a number of the condition": lambda fd: fd.ops.where(True, row_parallel(fd), 0.0),
 }
 OTHER: dict[str, Callable[[Fd], Tensor]] = {
     "ones": lambda fd: fd.ops.where(mask(fd), row_parallel(fd), 1.0),
     "a tensor": lambda fd: fd.ops.where(mask(fd), row_parallel(fd), tensor(fd, S, D)),
     "a sum as the condition": lambda fd: fd.ops.where(fd.ops.gt(row_parallel(fd), 0.0), tensor(fd, S, D), 0.0),
+    "padded by -0.0": lambda fd: fd.ops.pad(row_parallel(fd), [0, 0, -3, 2], -0.0),
     "padded by ones": lambda fd: fd.ops.pad(row_parallel(fd), [0, 0, 3, 1], 1.0),
 }
 

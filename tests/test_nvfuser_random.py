@@ -15,7 +15,7 @@ from meshfuse.nvfuser_direct import DataType, FusionDefinition
 X = torch.arange(45.0).reshape(5, 9)
 
 
-def drawing(name: str, stated: bool, places: int = 0, seed: int = 0) -> FusionDefinition:
+def drawing(name: str, stated: bool, places: int = 0, seed: int | None = None) -> FusionDefinition:
     """A draw behind other ops, by the script's own state where that is stated."""
     with FusionDefinition(seed) as fd:
         x = fd.define_tensor([-1, -1])
@@ -101,8 +101,8 @@ def test_a_program_without_draws_leaves_torchs_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("seed", [0, 4])
-def test_what_was_drawn_is_drawn_again_to_validate(seed: int) -> None:
+@pytest.mark.parametrize("seed", [None, 0, 4])
+def test_what_was_drawn_is_drawn_again_to_validate(seed: int | None) -> None:
     fd = drawing("uniform", False, seed=seed)
     for _ in range(3):
         fd.validate([X])
@@ -110,7 +110,7 @@ def test_what_was_drawn_is_drawn_again_to_validate(seed: int) -> None:
 
 
 def test_simulated_ranks_draw_by_the_definitions_seed() -> None:
-    fd, whole = drawing("uniform", False), drawing("uniform", True)
+    fd, whole = drawing("uniform", False, seed=0), drawing("uniform", True)
     before = torch.get_rng_state()
     assert torch.equal(fd.simulate([X])[0], whole.simulate([X, 0, 0])[0])
     assert torch.equal(torch.get_rng_state(), before)

@@ -86,7 +86,8 @@ def test_reduction_and_scan_types(row: str) -> None:
         found = fd.call(name, [tensor, *args]).dtype.name
     except mf.DefinitionError:
         found = RAISES
-    assert wanted.startswith(found)
+    # nvFuser types the variance of complex numbers as complex; as in torch it is real.
+    assert (wanted.removeprefix("Complex") if name == "var" else wanted).startswith(found)
 
 
 KINDS = [mf.DataType[name] for name in ("Double", "Float", "Half", "Int", "Int32", "Int16", "Char", "Byte", "Bool")]

@@ -238,7 +238,8 @@ def _check_kinds(name: str, bound: inspect.BoundArguments, call_as: str, resolve
     for param, value in bound.arguments.items():
         declared = bound.signature.parameters[param]
         kind, plain = _KINDS.get(declared.annotation, (None, False))
-        if kind is None or value is declared.default:
+        none = value is None and declared.annotation.endswith("| None")
+        if kind is None or none or value is declared.default:
             continue
         found = of_kind(kind, value, resolve)
         if found is REQUIRED:

@@ -75,10 +75,13 @@ def by_hand(fd: Fd, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def loss_of_a_head(fd: Fd, s: Sizes, words: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Its indices; its rows and their gradient; its head, of so many words, and that one's gradient."""
+    """Its indices; its rows and their gradient; its head, of so many words, and that one's gradient.
+
+    Every target counts: what a count of targets costs in planning is in docs/limits.md.
+    """
     x, w = floats(fd, s.batch, s.length, s.width), floats(fd, words, s.width)
     index = fd.define_tensor([s.batch, s.length], dtype=mf.DataType.Int)
-    loss = fd.ops.cross_entropy(fd.ops.linear(x, w), index)
+    loss = fd.ops.cross_entropy(fd.ops.linear(x, w), index, ignore_index=None)
     dx, dw = fd.grad(loss, [x, w])
     outputs(fd, loss, dx, dw)
     return index, [x, dx], [w, dw]
