@@ -11,7 +11,9 @@ import torch
 
 import meshfuse as mf
 from defining import graph_of
+from meshfuse.costs import DEFAULT_LINK
 from meshfuse.graph import Graph
+from meshfuse.number_text import duration
 from meshfuse.placement.op_meshes import node_meshes
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
 
@@ -38,8 +40,9 @@ def test_the_smaller_operand_goes_to_the_larger_one(rows: int, moved: int) -> No
         fd.add_output(y)
     assert sent(fd) == {4 * moved}
     text = fd.explain(y)
-    assert f"has {4 * moved:,} bytes sent between meshes for it; on DeviceMesh" in text
-    assert f"it would be {4 * 32 * (rows + 64) - 4 * moved:,}" in text
+    kept = 32 * (rows + 64) - moved
+    here, there = (duration(4 * n / DEFAULT_LINK.bandwidth) for n in (moved, kept))
+    assert f"sending between meshes takes {here} for it; on DeviceMesh" in text and f"it would take {there}" in text
     assert_same_as_unsharded(fd, inputs_for(fd))
 
 

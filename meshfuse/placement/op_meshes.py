@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from .. import costs
 from ..graph import Graph, Node, users
 from ..mesh import DeviceMesh
+from ..reshard.prices import between
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class Meshes:
 
 
 def node_meshes(graph: Graph, world: DeviceMesh) -> Meshes:
-    """An op runs where its result is annotated to be, else on the mesh for which the fewest bytes are sent."""
+    """An op runs where its result is annotated to be, else on the mesh for which sending takes the least time."""
     placed = {i: sharding.mesh for i, sharding in graph.annotations.items()}
     default = next(iter(placed.values()), world)
     if all([mesh == default for mesh in placed.values()]):
@@ -47,7 +49,7 @@ class MeshSearch:
     readers: dict[int, list[int]] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Place every op. Each change sends fewer bytes, so this ends."""
+        """Place every op. Each change takes less time, so this ends."""
         self.readers = users(self.graph.nodes)
         self.tensors.update(self.placed)
         self._guess()
@@ -56,7 +58,7 @@ class MeshSearch:
             pass
 
     def _guess(self) -> None:
-        """An op where the fewest bytes of operands are brought; where none is on a mesh, where its result is read."""
+        """An op where its operands are brought in the least time; where none is on a mesh, where its result is read."""
         for node in self.graph.nodes:
             mesh = self._annotated(node) or self._beside_operands(node)
             if mesh is not None:
@@ -70,7 +72,7 @@ class MeshSearch:
         return next((self.placed[i] for i in node.outputs if i in self.placed), None)
 
     def _beside_operands(self, node: Node) -> DeviceMesh | None:
-        """The mesh of an operand to which the fewest bytes of the others must be brought."""
+        """The mesh of an operand to which the others are brought in the least time."""
         there = [self.tensors[i] for i in node.inputs if i in self.tensors]
         return min(dict.fromkeys(there), key=lambda mesh: self._brought(node, mesh)) if there else None
 
@@ -80,7 +82,7 @@ class MeshSearch:
         self.tensors.update((i, mesh) for i in node.outputs if i not in self.placed)
 
     def _improve(self, node: Node) -> bool:
-        """Move an op to the mesh of a neighbour if fewer bytes are sent then; whether that was so."""
+        """Move an op to the mesh of a neighbour if that takes less time; whether it did."""
         here = self.nodes[node.id]
         best = min((here, *self.others(node)), key=lambda mesh: self.sent(node, mesh))
         if self.sent(node, best) >= self.sent(node, here):
@@ -95,21 +97,28 @@ class MeshSearch:
         return [mesh for mesh in dict.fromkeys(beside) if mesh != self.nodes[node.id]]
 
     def sent(self, node: Node, mesh: DeviceMesh) -> float:
-        """The bytes sent between meshes for the op if it runs on this one."""
-        return self._brought(node, mesh) + sum([self.nbytes(i) * self._meshes_but(i, mesh) for i in node.outputs])
+        """The seconds of sending between meshes for the op if it runs on this one."""
+        readers = [(i, other) for i in node.outputs for other in self._meshes_but(i, mesh)]
+        return self._brought(node, mesh) + sum([self._seconds(i, mesh, other) for i, other in readers])
 
     def _brought(self, node: Node, mesh: DeviceMesh) -> float:
-        """The bytes of operands that are on another mesh, without those that other ops need on this one, too."""
+        """The seconds for operands that are on another mesh, without those that other ops need on this one, too."""
         away = [i for i in dict.fromkeys(node.inputs) if self.tensors.get(i, mesh) != mesh]
-        return sum([self.nbytes(i) for i in away if not self._read_on(i, mesh, node)])
+        return sum([self._seconds(i, self.tensors[i], mesh) for i in away if not self._read_on(i, mesh, node)])
+
+    def _seconds(self, tensor: int, source: DeviceMesh, target: DeviceMesh) -> float:
+        """The modelled time for a message with what one rank has of a tensor."""
+        return costs.permute(between(source, target), self._nbytes(tensor))
 
     def _read_on(self, tensor: int, mesh: DeviceMesh, but: Node) -> bool:
         return any(n != but.id and self.nodes.get(n) == mesh for n in self.readers.get(tensor, ()))
 
-    def _meshes_but(self, tensor: int, mesh: DeviceMesh) -> int:
-        return len({self.nodes[n] for n in self.readers.get(tensor, ())} - {mesh})
+    def _meshes_but(self, tensor: int, mesh: DeviceMesh) -> list[DeviceMesh]:
+        """The other meshes that a tensor is read on, as far as ops are placed."""
+        there = dict.fromkeys([self.nodes[n] for n in self.readers.get(tensor, ()) if n in self.nodes])
+        return [other for other in there if other != mesh]
 
-    def nbytes(self, tensor: int) -> float:
+    def _nbytes(self, tensor: int) -> float:
         """The bytes of a tensor that one rank has: of one that is annotated, its shard."""
         there, kind = self.graph.annotations.get(tensor), self.graph.tensors[tensor].type
         return float(kind.nbytes) if there is None else float(there.max_local_numel(kind.shape) * kind.dtype.itemsize)

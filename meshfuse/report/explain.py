@@ -191,11 +191,8 @@ class Explainer:
         search = _meshes_of(self.compiled.sharded)
         here = search.nodes[node.id]
         for other in search.others(node):
-            sent, otherwise = (number(search.sent(node, mesh)) for mesh in (here, other))
-            yield (
-                f"it runs on {here}, which has {sent} bytes sent between meshes for it; on {other} it would be "
-                f"{otherwise}"
-            )
+            sent, otherwise = (duration(search.sent(node, mesh)) for mesh in (here, other))
+            yield f"it runs on {here}: sending between meshes takes {sent} for it; on {other} it would take {otherwise}"
 
     def _no_other(self) -> str:
         near = self.compiled.taken_from
