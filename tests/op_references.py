@@ -49,7 +49,7 @@ def _reduce(step: Callable[..., Any]) -> Callable[..., torch.Tensor]:
 
 def _extreme(name: str) -> Callable[..., torch.Tensor]:
     """The extreme over all dims at once, whose gradient equal elements share alike."""
-    return lambda x, dims, keepdim, _: getattr(torch, name)(x, _dims(x, dims), keepdim)
+    return lambda x, dims, keepdim, _, empty: getattr(torch, name)(x, _dims(x, dims), keepdim)
 
 
 def _slice(x: torch.Tensor, starts: Any, stops: Any, strides: Any, _: Any) -> torch.Tensor:
