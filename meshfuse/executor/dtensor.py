@@ -19,7 +19,7 @@ from ..ops.base import TensorRef
 from ..reshard.search import plan
 from ..runtime.world import World
 from ..sharding.layout import Layout, Split
-from ..sharding.strided import Cut, cut_of, cuts_of_layout, factors_of, in_factors, layout_as_cut
+from ..sharding.strided import Cut, cut_of, cuts_of_layout, factors_of, in_factors, layout_as_cut, without_single_ranks
 from ..sharding.value import Sharding
 
 
@@ -123,7 +123,13 @@ def sharding_of(mesh: DeviceMesh, placements: tuple[Any, ...], shape: tuple[int,
         cut = cut_of(Split(size, axis), placement)
         if cut is not None:
             dims[placement.dim % len(shape)].append(cut)
-    return Sharding(mesh, [layout_as_cut(tuple(cuts), n) for cuts, n in zip(dims, shape, strict=True)])
+    return Sharding(mesh, [_named(tuple(cuts), n) for cuts, n in zip(dims, shape, strict=True)])
+
+
+def _named(cuts: tuple[Cut, ...], n: int) -> Layout:
+    """The layout of a dim that these cut, with axes of one rank where torch's placements name them."""
+    made, named = layout_as_cut(cuts, n), tuple([cut.split for cut in cuts])
+    return named if without_single_ranks(named) == made else made
 
 
 @functools.lru_cache(maxsize=4096)
@@ -186,7 +192,9 @@ def as_dtensor(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
     found = [_whole_cuts(sharding.mesh, layout) for layout in sharding.dims]
     if None in found:
         return sharding
-    return sharding.with_dims([layout_as_cut(cuts or (), n) for cuts, n in zip(found, shape, strict=True)])
+    made = [layout_as_cut(cuts or (), n) for cuts, n in zip(found, shape, strict=True)]
+    pairs = zip(sharding.dims, made, strict=True)
+    return sharding.with_dims([old if without_single_ranks(old) == new else new for old, new in pairs])
 
 
 def _whole_cuts(mesh: DeviceMesh, layout: Layout) -> tuple[Cut, ...] | None:

@@ -36,7 +36,7 @@ def cut_of(split: Split, placement: Any) -> Cut | None:
 def layout_of_cuts(cuts: Sequence[Cut]) -> Layout | None:
     """The layout of a dim that these cut, in the mesh's order; None where chunks are not what later axes make."""
     layout: list[Split] = []
-    for split, chunks in reversed(_cutting(cuts)):
+    for split, chunks in reversed([cut for cut in cuts if cut.split.size != 1 or cut.chunks == 1]):
         place, made = 0, 1
         while made < chunks and place < len(layout):
             made, place = made * (layout[place].size or 1), place + 1
@@ -65,7 +65,13 @@ def cuts_of_layout(layout: Layout, names: Sequence[str]) -> tuple[Cut, ...] | No
         return None
     found = [Cut(split, _chunks_before(layout, place, names)) for place, split in enumerate(layout) if split.bound]
     cuts = tuple(sorted(found, key=lambda cut: names.index(_axis(cut.split))))
-    return cuts if layout_of_cuts(cuts) == layout else None
+    made = layout_of_cuts(cuts)
+    return cuts if made is not None and without_single_ranks(made) == without_single_ranks(layout) else None
+
+
+def without_single_ranks(layout: Layout) -> Layout:
+    """The layout without axes of one rank, which are named there and cut nothing."""
+    return tuple([split for split in layout if split.size != 1])
 
 
 def _axis(split: Split) -> str:
@@ -83,7 +89,7 @@ def _chunks_before(layout: Layout, place: int, names: Sequence[str]) -> int:
 def layout_as_cut(cuts: tuple[Cut, ...], n: int) -> Layout:
     """The layout of a dim of size n that gives every rank what these cuts do: factors of it, where any do."""
     in_turn = tuple([split._replace(chunks=chunks) for split, chunks in _cutting(cuts)])
-    layout = layout_of_cuts(cuts)
+    layout = layout_of_cuts(_cutting(cuts))
     if layout is None or not (is_even(layout, n) or _alike(in_turn, layout, n)):
         return in_turn
     return canonical(layout, n)

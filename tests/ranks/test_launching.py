@@ -246,7 +246,7 @@ def test_a_job_outlives_its_keeper(tmp_path):
     with launched(script, *words, args=[str(tmp_path)], stderr=subprocess.PIPE) as process:
         assert wait_until((tmp_path / "there").exists)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        (keeper,) = [pid for pid in children if "keeper.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+        (keeper,) = [pid for pid in children if "orphan_reaper.py" in Path(f"/proc/{pid}/cmdline").read_text()]
         os.kill(int(keeper), signal.SIGKILL)
         assert process.wait(30) == 0 and process.stderr.read() == b""
 
