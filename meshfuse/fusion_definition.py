@@ -33,7 +33,7 @@ from .executor.simulated_program import SimulatedProgram
 from .executor.spmd import RankProgram, check_same_arguments, check_world, named_ranks, scalar_lines
 from .gc_pause import no_collection
 from .gradients.reverse import gradients
-from .host_ir import HostProgram, digest_of
+from .host_ir import HostProgram
 from .kernels import in_stride_order
 from .mesh import DeviceMesh
 from .ops.base import TensorRef
@@ -383,9 +383,6 @@ class FusionDefinition(PlannedDefinition):
         # Whole arguments are compared, numbers among them, once the program has been.
         source = "\n".join([repr(self), *self._settings(near), *([] if whole is not None else scalar_lines(given))])
         named = named_ranks(self, world.size)
-        # Before the plan: ranks that differ then need not wait for each other's plans to be told so.
-        together = named if world.rank in named else ()
-        world.meetings.check_same(digest_of(source), "the program", together, lambda: source)
         compiled = self._compile(sizes, shapes, mesh, line, near)
 
         def renewed() -> CompiledProgram:
