@@ -9,7 +9,6 @@ from .. import costs
 from ..graph import Graph, Node, users
 from ..mesh import DeviceMesh
 from ..reshard.prices import between
-from ..reshard.steps import group_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +107,8 @@ class MeshSearch:
         return sum([self._seconds(i, self.tensors[i], mesh) for i in away if not self._read_on(i, mesh, node)])
 
     def _seconds(self, tensor: int, source: DeviceMesh, target: DeviceMesh) -> float:
-        """The modelled time until a tensor is on another mesh."""
-        return costs.permute(between(source, target), self._nbytes(tensor, target))
+        """The modelled time of a message with all of a tensor, as how it will be cut is not known yet."""
+        return costs.permute(between(source, target), self.graph.tensors[tensor].type.nbytes)
 
     def _read_on(self, tensor: int, mesh: DeviceMesh, but: Node) -> bool:
         return any(n != but.id and self.nodes.get(n) == mesh for n in self.readers.get(tensor, ()))
@@ -118,9 +117,3 @@ class MeshSearch:
         """The other meshes that a tensor is read on, as far as ops are placed."""
         there = dict.fromkeys([self.nodes[n] for n in self.readers.get(tensor, ()) if n in self.nodes])
         return [other for other in there if other != mesh]
-
-    def _nbytes(self, tensor: int, target: DeviceMesh) -> float:
-        """The bytes that one rank of another mesh gets: of an annotated tensor a part, of others all."""
-        there = self.graph.annotations.get(tensor)
-        parts = 1 if there is None else min(group_size(there.splits), target.size)
-        return self.graph.tensors[tensor].type.nbytes / parts
