@@ -20,6 +20,7 @@ from test_random_programs import FAMILY_NAMES, examples, families, programs
 
 DataType, Fd, Tensor = mf.DataType, mf.FusionDefinition, mf.TensorView
 MESH = mf.DeviceMesh((3,), ("d",))
+EXACT = {dtype for dtype in DataType if dtype.category < Category.FLOAT}
 SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -2.0)
 
 
@@ -73,7 +74,8 @@ def test_random_programs_keep_what_is_finite(family: str) -> None:
     @settings(max_examples=examples(20))
     @given(programs(families(family)), st.integers(0, 9999))
     def run(fd: Fd, number: int) -> None:
-        if not has_reference(fd) or any(t.type.dtype.category is Category.COMPLEX for t in fd.tensors):
+        # torch's functions, called on tensors of the very types, do not promote one floating point type to another.
+        if not has_reference(fd) or len({t.type.dtype for t in fd.tensors} - EXACT) > 1:
             return
         inputs = with_special_values(fd, number)
         sure = interpret(fd, inputs), unsharded_copy(fd).simulate(inputs)
