@@ -24,7 +24,7 @@ SCRIPT = """
 import json, os, pathlib, signal, subprocess, sys, time
 rank, folder = os.environ["RANK"], pathlib.Path(sys.argv[1])
 def handler(number, frame):
-    os.write(2, f"rank {rank} has {signal.Signals(number).name}\n".encode())  # in one piece, beside other ranks' lines
+    os.write(2, f"rank {rank} has {signal.Signals(number).name}\\n".encode())  # in one piece, beside other ranks' lines
 child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
 for word in sys.argv[2:]:
     who, name, *ignored = word.split(":")
