@@ -71,6 +71,7 @@ class Explainer:
         self._overlapped = compiled.segmented.overlapped
         self._loops = self._overlapped.loops
         self._by_tensor: dict[int, list[Set]] | None = None
+        self._search: MeshSearch | None = None
 
     def lines(self, tensor: int) -> Iterator[str]:
         """Everything there is to say about one tensor."""
@@ -188,7 +189,9 @@ class Explainer:
         node = self.provenance.producer(tensor)
         if node is None or any(i in self.graph.annotations for i in node.outputs):
             return
-        search = _meshes_of(self.compiled.sharded)
+        if self._search is None:
+            self._search = _meshes_of(self.compiled.sharded)
+        search = self._search
         here = search.nodes[node.id]
         for other in search.others(node):
             sent, otherwise = (duration(search.sent(node, mesh)) for mesh in (here, other))

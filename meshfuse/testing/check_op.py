@@ -313,7 +313,7 @@ def _by_autograd(call: Call, sample: Sample) -> _Expected | None:
 
 
 def _gradients(op: OpDef, sample: Sample, wrt: Sequence[int], places: Sequence[int]) -> FusionDefinition:
-    fd = FusionDefinition()
+    fd = FusionDefinition(0)
     tensors, results = define_call(fd, op, sample)
     seeds = [fd.define_tensor(list(results[i].type.shape), dtype=results[i].dtype) for i in places]
     for grad in fd.grad([results[i] for i in places], [tensors[i] for i in wrt], seeds):

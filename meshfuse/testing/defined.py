@@ -74,7 +74,7 @@ def _blockings(n: int) -> Iterator[tuple[DeviceMesh, Layout]]:
 
 
 def _has_form(op: OpDef, sample: Sample, form: Blocked) -> bool:
-    fd = FusionDefinition()
+    fd = FusionDefinition(0)
     tensors, results = define_call(fd, op, sample)
     for result in results:
         fd.add_output(result)
@@ -86,7 +86,7 @@ def _has_form(op: OpDef, sample: Sample, form: Blocked) -> bool:
 
 
 def _definition(op: OpDef, case: Annotated, annotated: bool) -> FusionDefinition:
-    fd = FusionDefinition()
+    fd = FusionDefinition(0)
     if annotated and case.form is not None:
         fd = _Formed()
         fd.form = case.form

@@ -89,9 +89,11 @@ print("all steps")
 # compare their calls, before the program, in it, after it, and where whole outputs are gathered. Or else an argument is
 # wrong.
 WHERE = {
-    "argument": (False, 0, ""), "arguments": (False, 1, "/executor/familiar.py"), "turn": (False, 1, "/turns.py"),
+    "argument": (False, 0, ""), "arguments": (False, 1, "/executor/argument_guards.py"),
+    "turn": (False, 1, "/collective_order.py"),
     "begin": (False, 1, "/world.py"), "program": (False, 1, "/group.py"), "wait": (False, 4, "/work.py"),
-    "end": (False, 5, "/turns.py"), "whole argument": (True, 1, "/value.py"), "whole output": (True, 5, "/group.py"),
+    "end": (False, 5, "/collective_order.py"), "whole argument": (True, 1, "/value.py"),
+    "whole output": (True, 5, "/group.py"),
 }  # fmt: skip
 
 
