@@ -88,7 +88,7 @@ def _has_form(op: OpDef, sample: Sample, form: Blocked) -> bool:
 def _definition(op: OpDef, case: Annotated, annotated: bool) -> FusionDefinition:
     fd = FusionDefinition(0)
     if annotated and case.form is not None:
-        fd = _Formed()
+        fd = _Formed(0)
         fd.form = case.form
     tensors, results = define_call(fd, op, case.sample)
     for result in results:
