@@ -55,6 +55,7 @@ def requests(call: Callable[[], object], *files: str) -> list[int]:
 
 
 _Counts = Callable[[FrameType, str, Any], bool]
+_HOME = f"{Path(meshfuse.__file__).parent}/"  # Not any path with its name: environments lie in ~/.cache/meshfuse.
 
 
 @contextlib.contextmanager
@@ -93,7 +94,7 @@ def _first(call: Callable[[], object], counts: _Counts, depth: int = 1) -> list[
 @functools.cache
 def _check_names(files: tuple[str, ...]) -> None:
     """A name that no file of meshfuse's has watches nothing; "<" begins those of texts that are compiled."""
-    paths = [str(path) for path in Path(meshfuse.__file__).parent.rglob("*.py")]
+    paths = [str(path) for path in Path(_HOME).rglob("*.py")]
     unknown = [name for name in files if name[0] != "<" and not any(name in path for path in paths)]
     assert not unknown, f"no file of meshfuse's is called {unknown}"
 
@@ -103,7 +104,7 @@ def _calls(files: tuple[str, ...]) -> _Counts:
 
     def counts(frame: FrameType, event: str, arg: Any) -> bool:
         code = frame.f_code  # What is raised in a generator's last moment is lost.
-        watched = code.co_name != "<genexpr>" and any(name in code.co_filename for name in files)
+        watched = code.co_name != "<genexpr>" and _is_one(code.co_filename, files)
         return watched and event in ("call", "c_return")
 
     return counts
@@ -116,9 +117,13 @@ def _requests(files: tuple[str, ...]) -> _Counts:
         if event != "c_call" or arg.__name__ in _SAFE or not _of_system(arg):
             return False
         stack = [found.f_code.co_filename for found in _callers(frame)]
-        return any(name in file for name in files for file in stack) and not any("importlib" in file for file in stack)
+        return any(_is_one(file, files) for file in stack) and not any("importlib" in file for file in stack)
 
     return counts
+
+
+def _is_one(file: str, names: tuple[str, ...]) -> bool:
+    return file.startswith((_HOME, "<")) and any(name in file for name in names)
 
 
 def _of_system(function: Any) -> bool:
