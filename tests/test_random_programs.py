@@ -67,7 +67,7 @@ def keeps_annotations(fd: mf.FusionDefinition, done: ShardedDefinition) -> None:
 
 @pytest.mark.fuzz
 def test_annotating_what_was_chosen_changes_next_to_nothing() -> None:
-    """Idempotence. A beam that is told more may find another plan: that is rare, and it takes at most a tenth more."""
+    """Idempotence. A beam that is told more may find another plan: that is rare, and all take next to no more time."""
     before: list[float] = []
     twins: dict[Callable[..., ShardedDefinition], list[tuple[bool, float]]] = {
         annotated_with_all: [], annotated_with_one: [],
@@ -86,7 +86,7 @@ def test_annotating_what_was_chosen_changes_next_to_nothing() -> None:
     for again, found in twins.items():
         different, after = zip(*found, strict=True)
         assert sum(different) <= 0.04 * len(found), again
-        assert all(last <= 1.1 * first for first, last in zip(before, after, strict=True)), again
+        assert sum(after) <= 1.05 * sum(before), again
 
 
 def test_random_programs_reach_every_op() -> None:
