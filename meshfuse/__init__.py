@@ -99,9 +99,10 @@ if TYPE_CHECKING:
     from .executor.shards import shard_tensor
     from .fusion_definition import FusionDefinition
     from .mesh import DeviceMesh, ParallelType
-    from .ops.base import OpDef, Partial, Sample, TensorType
+    from .ops.opdef import OpDef, Partial, Sample
     from .ops.registry import register_op, unregister_op
     from .ops.torch_ops import torch_op
+    from .ops.values import TensorType
     from .report.plan_warning import PlanWarning
     from .runtime.world import World
     from .sharding.layout import Split

@@ -13,6 +13,7 @@ from .argument_checks import as_int, check_flags
 from .backends.assignment import assigned, requested
 from .compiler import CompiledProgram
 from .definition.attributes import calling_ours, check_attribute
+from .definition.reverse import gradients
 from .definition.seeds import Seed
 from .definition.tensor_view import TensorView
 from .errors import RankError, SourceLine, caller_line, shown, user_error
@@ -32,11 +33,10 @@ from .executor.simulate import Simulation
 from .executor.simulated_program import SimulatedProgram
 from .executor.spmd import RankProgram, check_same_arguments, check_world, named_ranks, scalar_lines
 from .gc_pause import no_collection
-from .gradients.reverse import gradients
 from .host_ir import HostProgram
 from .kernels import in_stride_order
 from .mesh import DeviceMesh
-from .ops.base import TensorRef
+from .ops.values import TensorRef
 from .planned_definition import PlannedDefinition
 from .planner.shape_reuse import nearness
 from .preparation import prepared

@@ -40,7 +40,9 @@ from .lowering.overlapped import ChunkLoop
 from .lowering.schedule import IN_FLIGHT, schedule
 from .lowering.segments import Segment, SegmentedDefinition
 from .ops import OPS
-from .ops.base import FactorKind, OpDef, Rule, ScalarRef
+from .ops.opdef import OpDef
+from .ops.rules import FactorKind, Rule
+from .ops.values import ScalarRef
 from .reshard.hoist_moves import local_cost
 from .reshard.steps import Move, wire_elements
 from .resharding import Compute, Set, Value

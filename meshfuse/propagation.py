@@ -17,7 +17,9 @@ from dataclasses import dataclass
 
 from .graph import Graph, Node, depth_first, reordered
 from .mesh import DeviceMesh
-from .ops.base import Call, Rule, TensorType
+from .ops.opdef import Call
+from .ops.rules import Rule
+from .ops.values import TensorType
 from .placement.beam import Beam, BeamSettings, Decision, greedy
 from .placement.consumer_layouts import wishes
 from .placement.factors import following

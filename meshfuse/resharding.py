@@ -9,7 +9,7 @@ from .errors import SourceLine
 from .fast_dataclass import quickly_made
 from .graph import Graph, Node
 from .mesh import DeviceMesh
-from .ops.base import TensorType
+from .ops.values import TensorType
 from .placement.factors import Placement
 from .propagation import ShardedDefinition, ends
 from .reshard.borders import Borders

@@ -9,7 +9,7 @@ from typing import Any
 from .dtypes import Category, DataType, promote, scalar_dtype
 from .errors import user_error
 from .kernels.scalars import FUNCTIONS, INTEGRAL, NARROW, PREDICATES, within_64_bits
-from .ops.base import ScalarRef, TensorRef
+from .ops.values import ScalarRef, TensorRef
 
 Operand = Any  # ScalarRef, TensorRef (of `size`) or a Python number
 

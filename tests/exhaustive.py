@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from meshfuse.costs import computation
 from meshfuse.graph import Graph, Node
 from meshfuse.mesh import DeviceMesh
-from meshfuse.ops.base import FactorKind, Rule
+from meshfuse.ops.rules import FactorKind, Rule
 from meshfuse.placement.factors import NO_CARRY, Carry, Layouts, Placement, carries, placed
 from meshfuse.placement.options import cheapest
 from meshfuse.planner.plan_cost import WORTH, PlanCost

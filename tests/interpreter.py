@@ -10,7 +10,7 @@ import torch
 import meshfuse as mf
 from attention_references import attention
 from meshfuse.dtypes import Category, DataType
-from meshfuse.ops.base import ParamKind, ScalarRef, TensorRef
+from meshfuse.ops.values import ParamKind, ScalarRef, TensorRef
 from meshfuse.scalars import evaluate
 from op_references import REFERENCES
 

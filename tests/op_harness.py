@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from meshfuse.ops import OPS
-from meshfuse.ops.base import TensorRef
 from meshfuse.ops.binding import make_call
+from meshfuse.ops.values import TensorRef
 from meshfuse.testing.calls import SALT, operands_of, run_lowering, whole
 
 __all__ = ["SALT", "argument", "make_call", "operands_of", "run_lowering", "sample_ids", "whole"]

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from meshfuse.dtypes import Category, DataType
 from meshfuse.graph import Graph, Node
 from meshfuse.mesh import DeviceMesh
-from meshfuse.ops.base import FactorKind, ScalarRef, TensorRef, TensorType
 from meshfuse.ops.reductions import reduced_dims
+from meshfuse.ops.rules import FactorKind
+from meshfuse.ops.values import ScalarRef, TensorRef, TensorType
 from meshfuse.ops.windows import slice_bounds
 from meshfuse.sharding import Layout, Sharding, Split
 

@@ -18,8 +18,8 @@ import torch
 import meshfuse as mf
 import meshfuse.nvfuser_direct as nv
 from meshfuse import DataType, ParallelType
-from meshfuse.ops.base import TensorRef
 from meshfuse.ops.registry import OPS as OPS_BY_NAME
+from meshfuse.ops.values import TensorRef
 from refusing import MESH, X, define, raises
 
 

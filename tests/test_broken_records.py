@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import meshfuse as mf
-from meshfuse.ops.base import Param, ParamKind, Rule, RuleBuilder
+from meshfuse.ops.rules import Rule, RuleBuilder
+from meshfuse.ops.values import Param, ParamKind
 from meshfuse.testing import check_op
 
 

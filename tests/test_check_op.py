@@ -15,8 +15,9 @@ from hypothesis import find
 
 import meshfuse as mf
 from meshfuse.ops import OPS
-from meshfuse.ops.base import BlockOrder, Call, Factor, FactorKind, Rule
 from meshfuse.ops.binding import make_call
+from meshfuse.ops.opdef import BlockOrder, Call
+from meshfuse.ops.rules import Factor, FactorKind, Rule
 from meshfuse.testing import (
     annotations,
     assert_same_as_unsharded,

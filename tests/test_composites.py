@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import meshfuse as mf
-from meshfuse.ops.base import REQUIRED, ParamKind
 from meshfuse.ops.binding import of_kind
+from meshfuse.ops.values import REQUIRED, ParamKind
 
 Build = Callable[..., Any]
 X = torch.randn(4, 6, 10, generator=torch.Generator().manual_seed(1))

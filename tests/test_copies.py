@@ -36,7 +36,7 @@ from meshfuse.lowering.instructions import (
     Wait,
 )  # fmt: skip
 from meshfuse.lowering.schedule import IN_FLIGHT
-from meshfuse.ops.base import ScalarRef, TensorRef
+from meshfuse.ops.values import ScalarRef, TensorRef
 from meshfuse.sharding.data import shard
 from meshfuse.testing import annotations, definitions, inputs_for
 

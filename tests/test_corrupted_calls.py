@@ -13,7 +13,8 @@ import meshfuse as mf
 import op_references as references
 from meshfuse import DataType
 from meshfuse.ops import OPS
-from meshfuse.ops.base import Sample, TensorType
+from meshfuse.ops.opdef import Sample
+from meshfuse.ops.values import TensorType
 from meshfuse.testing.calls import fill
 from refusing import refused_in
 

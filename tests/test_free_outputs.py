@@ -11,7 +11,7 @@ import pytest
 import meshfuse as mf
 from defining import graph_of
 from meshfuse.definition.tensor_view import TensorView
-from meshfuse.ops.base import TensorRef
+from meshfuse.ops.values import TensorRef
 from meshfuse.planner import search
 from meshfuse.planner.plan_cache import packed, unpacked
 from meshfuse.sharding.value import Sharding

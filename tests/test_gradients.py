@@ -13,7 +13,8 @@ import op_references as references
 from attention_references import attention
 from meshfuse.dtypes import Category, DataType
 from meshfuse.ops import OPS
-from meshfuse.ops.base import Call, Sample, TensorType
+from meshfuse.ops.opdef import Call, Sample
+from meshfuse.ops.values import TensorType
 from meshfuse.testing.calls import define_call
 from op_harness import argument, make_call, operands_of, sample_ids
 

@@ -9,7 +9,7 @@ import pytest
 import meshfuse as mf
 from meshfuse.graph import CallTable, specialize
 from meshfuse.ops import OPS
-from meshfuse.ops.base import TensorRef, TensorType
+from meshfuse.ops.values import TensorRef, TensorType
 
 
 def scaled(by: Any) -> mf.FusionDefinition:

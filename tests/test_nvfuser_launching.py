@@ -18,7 +18,7 @@ from meshfuse.backends.nvfuser.launch import CudaLauncher, NativePart
 from meshfuse.backends.nvfuser.memory_layout import dense_strides, memory_layout
 from meshfuse.backends.nvfuser.segment import NativeKernel
 from meshfuse.dtypes import DataType, from_torch
-from meshfuse.ops.base import TensorType
+from meshfuse.ops.values import TensorType
 
 CPU = torch.device("cpu", 0)
 Body = Callable[[torch.Tensor], list[torch.Tensor]]

@@ -11,7 +11,8 @@ import meshfuse as mf
 from defining import nvfuser_rebuilt
 from meshfuse.nvfuser_direct import DataType, FusionDefinition
 from meshfuse.ops import OPS
-from meshfuse.ops.base import Sample, TensorType
+from meshfuse.ops.opdef import Sample
+from meshfuse.ops.values import TensorType
 
 
 def defined(define: Any) -> FusionDefinition:

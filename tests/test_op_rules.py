@@ -16,7 +16,7 @@ from attention_references import ATTENTION, GRADIENTS, attention, attention_bwd,
 from meshfuse.errors import KernelError
 from meshfuse.host_ir import sums_in_new_memory
 from meshfuse.ops import OPS
-from meshfuse.ops.base import Call
+from meshfuse.ops.opdef import Call
 from meshfuse.testing import check_op, parts
 from meshfuse.testing.cases import factor_cases
 from op_harness import SALT, argument, make_call, operands_of, sample_ids, whole

@@ -14,7 +14,8 @@ import op_references as references
 from meshfuse.graph import CallTable
 from meshfuse.kernels.lookup import IndexOutOfRange
 from meshfuse.ops import OPS
-from meshfuse.ops.base import Sample, TensorType
+from meshfuse.ops.opdef import Sample
+from meshfuse.ops.values import TensorType
 from op_harness import make_call, operands_of, sample_ids, whole
 
 RUNNABLE = [pair for pair in sample_ids() if pair[0] not in references.NVIDIA_ONLY]

@@ -14,8 +14,8 @@ from meshfuse.graph import Graph, Node
 from meshfuse.lowering.kernel_text import scalar_text
 from meshfuse.lowering.op_text import OpText
 from meshfuse.ops import OPS
-from meshfuse.ops.base import Call
 from meshfuse.ops.local import LocalCall
+from meshfuse.ops.opdef import Call
 from meshfuse.placement.factors import Placement
 from meshfuse.resharding import Compute
 from meshfuse.testing.calls import define_call

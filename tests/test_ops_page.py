@@ -15,7 +15,7 @@ import meshfuse as mf
 from gradient_checks import both
 from meshfuse.cli import main
 from meshfuse.ops import COMPOSITES, OPS, families
-from meshfuse.ops.base import Partial
+from meshfuse.ops.opdef import Partial
 from meshfuse.ops.summary import CARRIES, FATES, examples, help_text
 from meshfuse.ops.torch_names import INSTEAD
 from meshfuse.testing.calls import define_call

@@ -15,7 +15,7 @@ import meshfuse as mf
 from cut_programs import Body, check, column_parallel, defined, line, overlap, ran, row_parallel, stream
 from meshfuse.definition.tensor_view import TensorView
 from meshfuse.lowering.instructions import Launch, SendRecv
-from meshfuse.ops.base import TensorRef
+from meshfuse.ops.values import TensorRef
 from meshfuse.testing import annotations, assert_same_as_unsharded, definitions, inputs_for
 
 ASKS = {

@@ -16,8 +16,9 @@ from meshfuse.compiler import compile_definition
 from meshfuse.executor.arguments import Inputs
 from meshfuse.graph import CallTable, Graph, Node, Tensor, numbered
 from meshfuse.ops import OPS
-from meshfuse.ops.base import FactorKind, TensorRef, TensorType
 from meshfuse.ops.binding import make_call
+from meshfuse.ops.rules import FactorKind
+from meshfuse.ops.values import TensorRef, TensorType
 from meshfuse.planner import plan_cache as plan_cache
 from meshfuse.planner import shape_reuse as nearby
 from meshfuse.planner.effort import MOST

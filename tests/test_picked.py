@@ -13,7 +13,7 @@ import meshfuse as mf
 from bill_classes.known import check_run
 from bill_classes.picked import picked_in
 from defining import graph_of
-from meshfuse.ops.base import TensorRef
+from meshfuse.ops.values import TensorRef
 from meshfuse.rewrites.hoist_slices import Picked
 from meshfuse.testing import definitions, inputs_for
 from meshfuse.testing.check import assert_close, tolerance_of

@@ -18,7 +18,7 @@ from defining import collectives, random_inputs
 from interpreter import has_reference, interpret
 from meshfuse import fusion_definition
 from meshfuse.graph import shape_scalars
-from meshfuse.ops.base import TensorRef, TensorType
+from meshfuse.ops.values import TensorRef, TensorType
 from meshfuse.testing import annotations, definitions, inputs_for, shapes_for
 from meshfuse.testing.check import assert_close, tolerance_of
 

@@ -15,7 +15,7 @@ from gradient_checks import gradients_of
 from interpreter import has_reference, interpret
 from meshfuse.definition.tensor_view import TensorView
 from meshfuse.dtypes import Category
-from meshfuse.ops.base import TensorRef
+from meshfuse.ops.values import TensorRef
 from meshfuse.testing import annotations, definitions, inputs_for
 from meshfuse.testing.check import assert_close
 from test_random_programs import examples, families

@@ -13,7 +13,8 @@ from meshfuse.definition.annotation import Annotation
 from meshfuse.definition.builder import DefinitionBuilder
 from meshfuse.definition.loop import LoopDomain
 from meshfuse.ops import OPS
-from meshfuse.ops.base import Sample, TensorType
+from meshfuse.ops.opdef import Sample
+from meshfuse.ops.values import TensorType
 
 MESH = mf.DeviceMesh((2, 4), ("dp", "tp"))
 

@@ -18,7 +18,7 @@ from interrupts import interrupted, places
 from laws import renaming_axes_commutes
 from meshfuse.dtypes import DataType
 from meshfuse.graph import specialize
-from meshfuse.ops.base import TensorType
+from meshfuse.ops.values import TensorType
 from meshfuse.placement import beam, factors
 from meshfuse.placement import options as choose
 from meshfuse.placement.dominance import JointTable, Table, conversion

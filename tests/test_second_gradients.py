@@ -12,7 +12,7 @@ import meshfuse as mf
 from gradient_checks import Annotate, Pair, both
 from meshfuse.dtypes import Category
 from meshfuse.ops import OPS
-from meshfuse.ops.base import Call, Sample
+from meshfuse.ops.opdef import Call, Sample
 from op_harness import argument, make_call, operands_of
 from test_gradients import DIFFERENTIABLE, reference_of, wide_sample
 

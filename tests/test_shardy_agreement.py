@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import meshfuse as mf
 from meshfuse.definition.tensor_view import TensorView
 from meshfuse.graph import specialize
-from meshfuse.ops.base import TensorRef
+from meshfuse.ops.values import TensorRef
 from meshfuse.sharding import Sharding, Split
 from meshfuse.testing import blocks as b
 from meshfuse.testing import definitions, meshes

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from gradient_checks import Pair, both
 from meshfuse.ops import OPS
-from meshfuse.ops.base import ParamKind
 from meshfuse.ops.pointwise import pointwise_rule
+from meshfuse.ops.values import ParamKind
 from op_references import REFERENCES
 
 INF, NAN = math.inf, math.nan

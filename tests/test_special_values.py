@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import meshfuse as mf
 from interpreter import has_reference, interpret, interpreted, narrow
 from meshfuse.dtypes import Category
-from meshfuse.ops.base import Partial
+from meshfuse.ops.opdef import Partial
 from meshfuse.testing import inputs_for
 from meshfuse.testing.check import unsharded_copy
 from test_random_programs import FAMILY_NAMES, examples, families, programs

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import meshfuse as mf
-from meshfuse.ops.base import Call
+from meshfuse.ops.opdef import Call
 
 DOUBLE = mf.DataType.Double
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from meshfuse.definition.namespaces import composite_help
 from meshfuse.ops import COMPOSITES, OPS, composite, families
-from meshfuse.ops.base import OpDef
 from meshfuse.ops.binding import signature
+from meshfuse.ops.opdef import OpDef
 from meshfuse.ops.summary import CARRIES, FATES, ExampleCall, examples
 from meshfuse.ops.torch_names import rows
 

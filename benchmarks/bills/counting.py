@@ -15,7 +15,7 @@ from meshfuse.dtypes import Category
 from meshfuse.executor.bind import BoundProgram, bind_program
 from meshfuse.executor.simulate import Hub, SimulatedGroup, SimulatedWork, Simulation
 from meshfuse.host_ir import HostProgram
-from meshfuse.ops.base import TensorRef, TensorType
+from meshfuse.ops.values import TensorRef, TensorType
 from meshfuse.sharding.data import shard
 from meshfuse.testing.calls import torch_dtype
 

@@ -19,8 +19,8 @@ from pieces import Lines, Piece, said
 import meshfuse as mf
 from meshfuse.dtypes import DataType
 from meshfuse.ops import OPS
-from meshfuse.ops.base import Call, Sample
 from meshfuse.ops.binding import make_call
+from meshfuse.ops.opdef import Call, Sample
 from meshfuse.testing.calls import define_call, operands_of, retyped, whole
 
 HERE = Path(__file__).parent

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import SourceLine, caller_line, shown, user_error
 from ..mesh import DeviceMesh
-from ..ops.base import ScalarRef, TensorRef
+from ..ops.values import ScalarRef, TensorRef
 from ..sharding.value import Sharding
 from .annotation import (
     Annotation,

@@ -12,8 +12,9 @@ from ..dtypes import DataType, scalar_dtype
 from ..errors import DtypeError, SourceLine, caller_line, line_in_script, located, shown, user_error
 from ..ops import COMPOSITES
 from ..ops.argument_keys import keys_of
-from ..ops.base import Call, OpDef, ScalarRef, TensorRef, TensorType, tensor_refs
 from ..ops.binding import bind
+from ..ops.opdef import Call, OpDef, tensor_refs
+from ..ops.values import ScalarRef, TensorRef, TensorType
 from ..scalars import ScalarDef, result_dtype
 from .annotated import AnnotatedDefinition
 from .checks import (

@@ -11,9 +11,9 @@ from ..argument_checks import as_int
 from ..dtypes import Category, DataType, from_torch, scalar_dtype
 from ..errors import MeshfuseError, SourceLine, caller_line, shown, user_error
 from ..mesh import DeviceMesh
-from ..ops.base import REQUIRED, ParamKind, TensorType
 from ..ops.binding import Resolve, described, of_kind, wrong_kind
 from ..ops.shape_arithmetic import check_fits
+from ..ops.values import REQUIRED, ParamKind, TensorType
 from ..scalars import python_cast
 from ..sharding.value import MOST_DIMS
 from .annotation import Annotation

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..dtypes import Category, DataType
 from ..errors import DtypeError
-from ..ops.base import ScalarRef, TensorRef
+from ..ops.values import ScalarRef, TensorRef
 from .records import OpNode
 
 if TYPE_CHECKING:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DefinitionError, caller_line, shown, user_error
 from ..ops import COMPOSITES, OPS, families
-from ..ops.base import OpDef, TensorRef
 from ..ops.binding import signature
+from ..ops.opdef import OpDef
 from ..ops.registry import find, names
 from ..ops.summary import help_text
 from ..ops.torch_names import INSTEAD
+from ..ops.values import TensorRef
 from .checks import usage
 from .tensor_view import TensorView, Val
 

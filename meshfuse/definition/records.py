@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 from ..errors import SourceLine
 from ..fast_dataclass import quickly_made
 from ..ops.argument_keys import Keys
-from ..ops.base import Call, FactorKind, OpDef, Rule, TensorType
+from ..ops.opdef import Call, OpDef
+from ..ops.rules import FactorKind, Rule
+from ..ops.values import TensorType
 
 
 @quickly_made

@@ -8,8 +8,9 @@ from typing import Any
 from ..dtypes import DataType
 from ..errors import user_error
 from ..kernels.scalars import FUNCTIONS
-from ..ops.base import REQUIRED, OpDef
 from ..ops.binding import signature
+from ..ops.opdef import OpDef
+from ..ops.values import REQUIRED
 from .checks import plain_number
 from .tensor_view import TensorView, Val
 

@@ -10,7 +10,7 @@ from ..argument_checks import as_int, check_flags
 from ..dtypes import DataType
 from ..errors import DefinitionError, caller_line, shown, user_error
 from ..mesh import DeviceMesh, ParallelType
-from ..ops.base import ScalarRef, TensorRef, TensorType
+from ..ops.values import ScalarRef, TensorRef, TensorType
 from .arithmetic import Arithmetic, op_instead
 from .loop import AxisView, Leaf, LoopDomain
 from .text import Extents, TensorDomain, tensor_text

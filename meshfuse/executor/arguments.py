@@ -16,8 +16,8 @@ from ..definition.checks import number_fits, plain_number
 from ..definition.records import TensorDef
 from ..errors import ArgumentError, DefinitionError, SizeError, SourceLine, shown, user_error
 from ..kernels import settled
-from ..ops.base import ScalarRef, TensorRef
 from ..ops.shape_arithmetic import UNKNOWN
+from ..ops.values import ScalarRef, TensorRef
 from ..scalars import python_cast
 from ..sharding.layout import Layout, extent
 from ..sharding.value import Sharding

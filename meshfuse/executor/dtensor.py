@@ -15,7 +15,7 @@ from ..definition.builder import DefinitionBuilder
 from ..definition.checks import mesh_of_torch
 from ..errors import ArgumentError, SourceLine, user_error
 from ..mesh import DeviceMesh
-from ..ops.base import TensorRef
+from ..ops.values import TensorRef
 from ..reshard.search import plan
 from ..runtime.world import World
 from ..sharding.layout import Layout, Split

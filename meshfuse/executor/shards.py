@@ -10,8 +10,8 @@ import torch
 from ..argument_checks import as_int
 from ..definition.tensor_view import TensorView
 from ..errors import ArgumentError, SourceLine, caller_line, shown, user_error
-from ..ops.base import TensorType
 from ..ops.shape_arithmetic import UNKNOWN
+from ..ops.values import TensorType
 from ..runtime.world import World
 from ..sharding.data import shard
 from ..sharding.value import Sharding

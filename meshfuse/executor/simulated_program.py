@@ -10,7 +10,7 @@ import torch
 
 from ..compiler import CompiledProgram
 from ..definition.builder import DefinitionBuilder
-from ..ops.base import TensorRef
+from ..ops.values import TensorRef
 from ..sharding.data import shard, unshard
 from .arguments import Inputs
 from .simulate import Simulation, check_equal_replicas

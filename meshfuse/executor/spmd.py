@@ -17,7 +17,7 @@ from ..host_ir import HostProgram, digest_of
 from ..lowering.instructions import CommunicationCall
 from ..lowering.segments import Segment
 from ..mesh import DeviceMesh
-from ..ops.base import ScalarRef
+from ..ops.values import ScalarRef
 from ..planner.shape_reuse import RENEWED
 from ..runtime.reductions import dense
 from ..runtime.world import World

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..dtypes import DataType
 from ..errors import user_error
-from .context import Backward, Tensor, Vjp, sizes, sum_to
+from ..ops.vjp import Backward, Tensor, Vjp, sizes, sum_to
 from .products import transposed
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import user_error
-from .context import Backward, Tensor, Vjp, dim_of, each, sizes, sum_to
-from .windows import WindowGradient, zero_padded
+from ..ops.vjp import Backward, Tensor, Vjp, dim_of, each, sizes, sum_to
+from ..ops.window_gradients import WindowGradient, zero_padded
 
 
 def _written(b: Backward, index: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..dtypes import Category
-from .context import Backward, Tensor, Vjp, each, elementwise, is_tensor, nothing, sum_to
+from ..ops.vjp import Backward, Tensor, Vjp, each, elementwise, is_tensor, nothing, sum_to
 
 # (ops, operand, result) -> the derivative of the result.
 _DERIVATIVES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {

@@ -6,7 +6,7 @@ one reduction follows.
 
 from __future__ import annotations
 
-from .context import Backward, Tensor, Vjp, each, sum_to
+from ..ops.vjp import Backward, Tensor, Vjp, each, sum_to
 
 
 def transposed(b: Backward, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..dtypes import DataType
-from .context import Backward, Tensor, Vjp, dim_of, each, kept, listed_dims, numel_along, restored, sizes
+from ..ops.vjp import Backward, Tensor, Vjp, dim_of, each, kept, listed_dims, numel_along, restored, sizes
 
 
 def _dims(b: Backward) -> list[int]:

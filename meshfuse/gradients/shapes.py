@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .context import Backward, Tensor, Vjp, each, sizes, sum_to
-from .windows import WindowGradient, zero_padded
+from ..ops.vjp import Backward, Tensor, Vjp, each, sizes, sum_to
+from ..ops.window_gradients import WindowGradient, zero_padded
 
 
 def _reshape(b: Backward) -> Tensor:

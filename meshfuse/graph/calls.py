@@ -6,8 +6,10 @@ import functools
 from typing import Any
 
 from ..ops.argument_keys import Keys, keys_of
-from ..ops.base import Call, OpDef, Rule, TensorType
+from ..ops.opdef import Call, OpDef
+from ..ops.rules import Rule
 from ..ops.shape_arithmetic import check_rule
+from ..ops.values import TensorType
 
 
 class CallTable:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..dtypes import DataType, scalar_dtype
 from ..errors import located, user_error
-from ..ops.base import Call, OpDef, ParamKind, Rule, ScalarRef, TensorType
+from ..ops.opdef import Call, OpDef
+from ..ops.rules import Rule
 from ..ops.shape_arithmetic import check_fits
+from ..ops.values import ParamKind, ScalarRef, TensorType
 from ..scalars import evaluate, inputs_of, python_cast
 from ..sharding.layout import Layout, stream_count
 from ..sharding.value import Sharding

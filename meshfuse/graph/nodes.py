@@ -8,7 +8,9 @@ from typing import ClassVar, Protocol
 
 from ..errors import SourceLine
 from ..fast_dataclass import quickly_made
-from ..ops.base import Call, Rule, ScalarRef, TensorRef, TensorType
+from ..ops.opdef import Call
+from ..ops.rules import Rule
+from ..ops.values import ScalarRef, TensorRef, TensorType
 from ..scalars import ScalarDef
 from ..sharding.layout import Layout
 from ..sharding.value import Sharding

@@ -1,5 +1,6 @@
 """Local computations that generated programs call as K.name, where torch has no single function for them.
 
+The kernel of an op stands in the op's family (`ops/`), marked with `@kernel`; here are those that no family owns.
 `runs`, here and in these modules, are the global indices of a dim that the rank holds: intervals (start, stop).
 """
 
@@ -56,4 +57,5 @@ from .pointwise import (
 from .products import grouped_columns, grouped_inner, grouped_rows, needs_nvidia, rows_into, scaled_mm, stacked_linear
 from .random import normal, uniform
 from .reductions import combine, fold, neutral, reduce_max, reduce_min, reduce_prod, scan, tensor_like, topk, welford
+from .table import kernel
 from .user_functions import as_told, settled, watched

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..mesh import STREAM
-from ..ops.base import DimFactors, FactorKind, Rule
+from ..ops.rules import DimFactors, FactorKind, Rule
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..ops.base import TensorType
+from ..ops.values import TensorType
 from ..reshard.steps import Move, MoveKind, Piece, arriving, box_numel, pieces, rank_pieces
 from ..sharding.layout import Runs
 from .blocks import dealt_dims, gathered_dim, is_dense, local_box, local_shape

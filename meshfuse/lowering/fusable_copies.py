@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ..graph import Graph
-from ..ops.base import Call
+from ..ops.opdef import Call
 from .segments import Segment, SegmentedDefinition
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from .. import scalars
 from ..errors import SourceLine
 from ..graph import Graph, Node
-from ..ops.base import ScalarRef
 from ..ops.factories import RANDOM_STATE
 from ..ops.local import plain_text
+from ..ops.values import ScalarRef
 from ..resharding import Compute
 from .segments import Segment
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ..graph import Stream
 from ..mesh import STREAM, DeviceMesh
-from ..ops.base import FactorKind
+from ..ops.rules import FactorKind
 from ..reshard.steps import MoveKind, box_numel, restricted
 from ..resharding import Compute, ReshardedDefinition, Set, Step
 from ..sharding import layout as lay

@@ -10,7 +10,7 @@ import torch
 from ..definition.builder import DefinitionBuilder
 from ..definition.tensor_view import TensorView
 from ..errors import ArgumentError, SourceLine, shown, user_error
-from ..ops.base import TensorRef
+from ..ops.values import TensorRef
 
 Aliases = Mapping[int, int]  # The place of an output -> the number of the input tensor that it is written into.
 

@@ -19,7 +19,8 @@ from ..dtypes import DataType
 from ..errors import ArgumentError, SourceLine, caller_line, shown, user_error
 from ..executor import spmd
 from ..ops import OPS
-from ..ops.base import OpDef, TensorRef
+from ..ops.opdef import OpDef
+from ..ops.values import TensorRef
 from ..runtime.world import World
 from ..sharding.layout import Split
 from . import active, profiler, repro

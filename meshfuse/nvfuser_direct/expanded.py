@@ -9,7 +9,7 @@ from ..definition.builder import DefinitionBuilder
 from ..definition.records import OpNode
 from ..definition.tensor_view import TensorView
 from ..errors import SourceLine
-from ..ops.base import OpDef
+from ..ops.opdef import OpDef
 from ..ops.pointwise import pointwise_rule
 
 CallArguments = tuple[Sequence[Any], Mapping[str, Any]]

@@ -9,7 +9,7 @@ from ..definition.builder import DefinitionBuilder
 from ..definition.records import OpNode
 from ..definition.tensor_view import TensorView
 from ..errors import caller_line, user_error
-from ..ops.base import TensorRef
+from ..ops.values import TensorRef
 from .idm import refuse
 
 

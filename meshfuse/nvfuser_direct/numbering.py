@@ -6,7 +6,7 @@ from typing import Any
 
 from ..definition.builder import DefinitionBuilder
 from ..dtypes import DataType, scalar_dtype
-from ..ops.base import ScalarRef, TensorRef
+from ..ops.values import ScalarRef, TensorRef
 
 
 def scalar_numbers(fd: DefinitionBuilder) -> dict[int, int]:

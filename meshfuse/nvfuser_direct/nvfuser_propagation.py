@@ -17,7 +17,7 @@ from ..definition.builder import DefinitionBuilder
 from ..errors import DefinitionError
 from ..graph import Graph, Node, specialize
 from ..mesh import DeviceMesh
-from ..ops.base import FactorKind
+from ..ops.rules import FactorKind
 
 # For a tensor: the dim that each mesh axis cuts in chunks, or the dims that it cuts otherwise. None where that is not
 # all there is to say.

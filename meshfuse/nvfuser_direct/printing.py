@@ -11,7 +11,7 @@ from ..definition.records import OpNode
 from ..definition.seeds import given_seed
 from ..dtypes import DataType
 from ..ops import COMPOSITES
-from ..ops.base import REQUIRED, Param, ParamKind, ScalarRef, TensorRef
+from ..ops.values import REQUIRED, Param, ParamKind, ScalarRef, TensorRef
 from ..report.reprint import annotation_lines, is_default, meshes_of
 from .declared import Declared
 from .numbering import plain_scalars, scalar_numbers

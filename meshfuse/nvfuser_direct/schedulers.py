@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..definition.builder import DefinitionBuilder
 from ..definition.records import rule_of
-from ..ops.base import FactorKind, Rule
+from ..ops.rules import FactorKind, Rule
 from .enums import SchedulerType
 
 # What nvFuser has no kernels of its own for: torch computes it whole.

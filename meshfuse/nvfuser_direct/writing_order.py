@@ -7,7 +7,7 @@ from typing import Any
 
 from ..definition.builder import DefinitionBuilder
 from ..definition.records import OpNode
-from ..ops.base import ScalarRef, TensorRef
+from ..ops.values import ScalarRef, TensorRef
 
 Step = TensorRef | ScalarRef | OpNode
 

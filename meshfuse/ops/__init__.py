@@ -24,8 +24,8 @@ from . import (
     statistics,
     windows,
 )
-from .base import OpDef
 from .composite import COMPOSITES
+from .opdef import OpDef
 
 _FAMILIES = (
     pointwise,

@@ -14,10 +14,11 @@ from ..dtypes import Category, DataType
 from ..errors import user_error
 from ..gradients import indexing, products, shapes
 from . import index_text as lookups
-from .base import Call, Emit, FactorKind, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
-from .nvfuser_lowering import NvfuserEmit, cast
+from .nvfuser_lowering import cast
+from .opdef import Call, Emit, NvfuserEmit, OpDef, Partial, Sample
 from .promotion import dtype_text, widen
 from .reductions import kept_factors
+from .rules import FactorKind, Rule, RuleBuilder
 from .shape import same_rule
 from .shape_arithmetic import (
     aligned_dims,
@@ -30,6 +31,7 @@ from .shape_arithmetic import (
     check_same_size,
     known_size,
 )
+from .values import Param, ParamKind, TensorType
 
 K = ParamKind
 _ADDS = "nvFuser has no scatter that adds"

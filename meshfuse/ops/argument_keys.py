@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .base import TensorRef, count_tensors
+from .opdef import count_tensors
+from .values import TensorRef
 
 # What is equal for arguments that mean the same: (type, text where 1 == 1.0 would mislead, argument).
 _Key = tuple[type, str, Any]

@@ -30,8 +30,10 @@ from .attention_rules import (
     scores_text,
     statistic_dtype,
 )
-from .base import Call, Emit, FactorKind, OpDef, Rule, Sample, TensorType
 from .factories import stream_text
+from .opdef import Call, Emit, OpDef, Sample
+from .rules import FactorKind, Rule
+from .values import TensorType
 
 
 def _fwd_infer(call: Call) -> tuple[TensorType, ...]:

@@ -18,23 +18,12 @@ from .attention_rules import (
     statistic_dtype,
     with_operands,
 )
-from .base import (
-    Call,
-    DimFactors,
-    Emit,
-    FactorKind,
-    OpDef,
-    Param,
-    ParamKind,
-    Rule,
-    Sample,
-    TensorRef,
-    TensorType,
-    Writing,
-)
 from .blocks import block_size
 from .factories import stream_text
+from .opdef import Call, Emit, OpDef, Sample, Writing
+from .rules import DimFactors, FactorKind, Rule
 from .shape_arithmetic import check_positive
+from .values import Param, ParamKind, TensorRef, TensorType
 
 K = ParamKind
 _NOT_NATIVE = "nvFuser's attention needs keys and values whole"

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 from ..dtypes import DataType
 from ..errors import user_error
-from .base import Call, DimFactors, Emit, FactorKind, RuleBuilder, TensorRef, TensorType
+from .opdef import Call, Emit
+from .rules import DimFactors, FactorKind, RuleBuilder
 from .shape_arithmetic import UNKNOWN, agree, broadcasts_to, check_ndim, check_same_size
+from .values import TensorRef, TensorType
 
 # The types of the random state that attention returns: seed and offset.
 STATE = (TensorType((2,), DataType.UInt64), TensorType((), DataType.UInt64))

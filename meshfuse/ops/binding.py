@@ -8,7 +8,8 @@ from typing import Any
 from ..argument_checks import as_int
 from ..dtypes import DataType, from_torch
 from ..errors import MeshfuseError, shown, user_error
-from .base import REQUIRED, Call, OpDef, Param, ParamKind, Sample, ScalarRef, TensorRef, TensorType
+from .opdef import Call, OpDef, Sample
+from .values import REQUIRED, Param, ParamKind, ScalarRef, TensorRef, TensorType
 
 K = ParamKind
 Resolve = Callable[[Any], Any]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from ..dtypes import DataType
 from ..errors import shown, user_error
 from ..gradients.shapes import REORDER
-from .base import BlockOrder, Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
+from .opdef import BlockOrder, Call, Emit, OpDef, Partial, Sample
+from .rules import Rule, RuleBuilder
 from .shape_arithmetic import UNKNOWN, dim_of
+from .values import Param, ParamKind, TensorType
 
 K = ParamKind
 

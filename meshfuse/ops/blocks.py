@@ -11,20 +11,8 @@ from collections.abc import Sequence
 
 from ..dtypes import Category, DataType
 from ..errors import user_error
-from .base import (
-    Call,
-    Emit,
-    OpDef,
-    Param,
-    ParamKind,
-    Rule,
-    RuleBuilder,
-    Sample,
-    TensorRef,
-    TensorType,
-    Writing,
-    cast_to,
-)
+from .opdef import Call, Emit, OpDef, Sample, Writing, cast_to
+from .rules import Rule, RuleBuilder
 from .shape_arithmetic import (
     UNKNOWN,
     check_dim,
@@ -35,6 +23,7 @@ from .shape_arithmetic import (
     one_dim_widths,
     shape_along,
 )
+from .values import Param, ParamKind, TensorRef, TensorType
 
 K = ParamKind
 # What a scan does with the term before and the next one.

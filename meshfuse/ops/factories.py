@@ -9,13 +9,15 @@ from collections.abc import Callable
 
 from ..dtypes import Category, DataType, scalar_dtype
 from ..errors import DtypeError, user_error
-from ..gradients.context import nothing
 from ..gradients.shapes import TRIU
 from . import nvfuser_forms
-from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, ScalarRef, TensorType
+from .opdef import Call, Emit, OpDef, Partial, Sample
 from .promotion import dtype_text
+from .rules import Rule, RuleBuilder
 from .shape import same_rule
 from .shape_arithmetic import check_ndim, check_number, known_size
+from .values import Param, ParamKind, ScalarRef, TensorType
+from .vjp import nothing
 
 K = ParamKind
 # What generated programs have in scope: the run's random state, which is another one at every execution, and the device

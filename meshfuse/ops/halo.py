@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import TensorRef, Writing
+from .opdef import Writing
 from .shape_arithmetic import one_dim_widths
+from .values import TensorRef
 
 
 def in_blocks(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Emit
+from .opdef import Emit
 
 
 def checked_index(e: Emit, operand: int, n: int) -> str:

@@ -16,24 +16,8 @@ from ..errors import user_error
 from ..gradients.indexing import INDEXING
 from . import index_text as lookups
 from . import nvfuser_forms
-from .base import (
-    Call,
-    DimFactors,
-    Emit,
-    FactorKind,
-    OpDef,
-    Param,
-    ParamKind,
-    Partial,
-    Rule,
-    RuleBuilder,
-    Sample,
-    ScalarRef,
-    TensorRef,
-    TensorType,
-    Writing,
-    picked,
-)
+from .opdef import Call, Emit, OpDef, Partial, Sample, Writing, picked
+from .rules import DimFactors, FactorKind, Rule, RuleBuilder
 from .shape_arithmetic import (
     UNKNOWN,
     aligned_dims,
@@ -44,6 +28,7 @@ from .shape_arithmetic import (
     dim_of,
     with_size,
 )
+from .values import Param, ParamKind, ScalarRef, TensorRef, TensorType
 
 K = ParamKind
 

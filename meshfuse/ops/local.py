@@ -8,7 +8,8 @@ from typing import Any
 
 from ..sharding.layout import Runs, digits
 from ..sharding.value import Sharding
-from .base import Call, ScalarRef, TensorRef
+from .opdef import Call
+from .values import ScalarRef, TensorRef
 
 ScalarText = Callable[[Any], str]
 

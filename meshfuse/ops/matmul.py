@@ -8,23 +8,10 @@ from collections.abc import Sequence
 from ..dtypes import DataType
 from ..gradients.products import LINEAR, MATMUL
 from . import nvfuser_forms
-from .base import (
-    Call,
-    DimFactors,
-    Emit,
-    OpDef,
-    Param,
-    ParamKind,
-    Partial,
-    Rule,
-    RuleBuilder,
-    Sample,
-    TensorRef,
-    TensorType,
-    Writing,
-    cast_to,
-)
+from .opdef import Call, Emit, OpDef, Partial, Sample, Writing, cast_to
+from .rules import DimFactors, Rule, RuleBuilder
 from .shape_arithmetic import aligned_dims, broadcast_shapes, check_dtypes, check_ndim, check_same_size
+from .values import Param, ParamKind, TensorRef, TensorType
 
 K = ParamKind
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import user_error
-from .base import Rule, RuleBuilder, TensorType
+from .rules import Rule, RuleBuilder
 from .shape_arithmetic import UNKNOWN
+from .values import TensorType
 
 _TOKEN = re.compile(r"\(([^()]*)\)|(\w+)([*~]?)|(\S)")
 _STAR = "*"

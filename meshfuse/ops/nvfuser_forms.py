@@ -7,22 +7,12 @@ from typing import Any
 
 from ..dtypes import Category, DataType
 from ..sharding.layout import Runs
-from .base import TensorRef
 from .blocks import COMBINE
-from .nvfuser_lowering import (
-    NvfuserEmit,
-    ToTorch,
-    along,
-    cast,
-    full,
-    global_index,
-    is_whole,
-    local_places,
-    zero_where_not,
-    zeros,
-)
+from .nvfuser_lowering import along, cast, full, global_index, is_whole, local_places, zero_where_not, zeros
+from .opdef import NvfuserEmit, ToTorch
 from .promotion import widen
 from .shape_arithmetic import dim_of, one_dim_widths
+from .values import TensorRef
 
 # Ours are a function of the seed and the global index, the same on every mesh (see `kernels.random`).
 RANDOM = "nvFuser's random numbers depend on how the tensor is cut and scheduled"

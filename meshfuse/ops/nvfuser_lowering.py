@@ -7,74 +7,15 @@ holds what deviates: a function of an `NvfuserEmit`, or the reason to leave the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ..dtypes import Category, DataType
 from ..sharding.layout import Runs
-from .base import Call
+from .opdef import NvfuserEmit, ToTorch
 
 _MOST_RUNS = 8  # Each takes ops of its own in nvFuser's definition.
 # By category: Bool, integers, floating point, complex.
 ZERO: tuple[bool | int | float | complex, ...] = (False, 0, 0.0, 0j)
-
-
-class ToTorch(Exception):
-    """nvFuser cannot compute this call on this rank; the text is the reason."""
-
-
-class NvfuserEmit(Protocol):
-    """What a lowering to nvFuser sees of one call on one rank. Operands and results are TensorViews."""
-
-    @property
-    def call(self) -> Call: ...
-
-    @property
-    def ops(self) -> Any: ...
-
-    @property
-    def operands(self) -> Sequence[Any]: ...
-
-    @property
-    def operand_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The operands' local shapes."""
-        ...
-
-    @property
-    def result_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The results' local shapes."""
-        ...
-
-    def operand(self, name: str) -> Any:
-        """The tensor passed for a parameter; None where no tensor was passed."""
-        ...
-
-    def number(self, name: str) -> Any:
-        """A scalar argument: a Python number, or a Val where it depends on the program's inputs."""
-        ...
-
-    def val(self, value: Any) -> Any:
-        """A Val of a Python number."""
-        ...
-
-    def dtype(self, dtype: DataType) -> Any:
-        """nvFuser's DataType. Raises ToTorch where it has none."""
-        ...
-
-    def operand_runs(self, operand: int) -> tuple[Runs, ...]:
-        """By dim of an operand, the intervals of global indices that this rank holds."""
-        ...
-
-    def result_runs(self, result: int) -> tuple[Runs, ...]:
-        """By dim of a result, the intervals of global indices that this rank computes."""
-        ...
-
-    def leads(self) -> bool:
-        """Whether this rank adds what is added once: of the ranks with terms of one partial result, one leads."""
-        ...
-
-    def plain(self, **changed: Any) -> Any:
-        """nvFuser's function of the op's name, with the arguments in `changed` replaced."""
-        ...
 
 
 def with_local_shape(name: str) -> Callable[[NvfuserEmit], Any]:

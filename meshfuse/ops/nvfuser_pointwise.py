@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..dtypes import Category, DataType, scalar_dtype
-from .base import ParamKind, ScalarRef, TensorRef
-from .nvfuser_lowering import NvfuserEmit, cast, repeated_to
+from .nvfuser_lowering import cast, repeated_to
+from .opdef import NvfuserEmit
+from .values import ParamKind, ScalarRef, TensorRef
 
 
 def _tensors(n: NvfuserEmit) -> list[str]:

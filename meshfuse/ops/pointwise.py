@@ -11,9 +11,8 @@ from ..dtypes import Category, DataType
 from ..errors import DtypeError, user_error
 from ..gradients.pointwise import POINTWISE
 from . import nvfuser_pointwise
-from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
 from .docstrings import MEANINGS
-from .nvfuser_lowering import NvfuserEmit
+from .opdef import Call, Emit, NvfuserEmit, OpDef, Partial, Sample
 from .promotion import (
     Promotion,
     cast_text,
@@ -28,7 +27,9 @@ from .promotion import (
     single_or_double,
     typed_operands,
 )
+from .rules import Rule, RuleBuilder
 from .shape_arithmetic import broadcast_shapes, pointwise_rule_dims
+from .values import Param, ParamKind, TensorType
 
 K = ParamKind
 

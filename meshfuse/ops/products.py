@@ -9,10 +9,11 @@ from ..dtypes import DataType
 from ..errors import DtypeError, user_error
 from ..gradients.products import GROUPED_MM
 from . import nvfuser_forms
-from .base import Call, DimFactors, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
-from .nvfuser_lowering import NvfuserEmit
+from .opdef import Call, Emit, NvfuserEmit, OpDef, Partial, Sample
 from .promotion import dtype_text
+from .rules import DimFactors, Rule, RuleBuilder
 from .shape_arithmetic import UNKNOWN, broadcasts_to, check_dtypes, check_ndim, check_positive, check_same_size
+from .values import Param, ParamKind, TensorType
 
 K = ParamKind
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..dtypes import Category, DataType, promote, scalar_dtype
 from ..errors import DtypeError, user_error
-from .base import Call, OpDef, ParamKind, ScalarRef, TensorRef
+from .opdef import Call, OpDef
+from .values import ParamKind, ScalarRef, TensorRef
 
 K = ParamKind
 Promotion = Callable[[Sequence[DataType]], DataType]

@@ -7,23 +7,12 @@ from typing import Any
 from ..dtypes import Category, DataType
 from ..errors import user_error
 from ..gradients.reductions import REDUCTIONS
-from .base import (
-    Call,
-    DimFactors,
-    Emit,
-    FactorKind,
-    OpDef,
-    Param,
-    ParamKind,
-    Partial,
-    Rule,
-    RuleBuilder,
-    Sample,
-    TensorType,
-)
-from .nvfuser_lowering import NvfuserEmit, cast
+from .nvfuser_lowering import cast
+from .opdef import Call, Emit, NvfuserEmit, OpDef, Partial, Sample
 from .promotion import cast_text, dtype_text
+from .rules import DimFactors, FactorKind, Rule, RuleBuilder
 from .shape_arithmetic import check_order, check_reduced
+from .values import Param, ParamKind, TensorType
 
 K = ParamKind
 

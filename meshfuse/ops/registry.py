@@ -6,7 +6,7 @@ import keyword
 
 from ..errors import caller_line, shown, user_error
 from . import COMPOSITES, OPS
-from .base import OpDef
+from .opdef import OpDef
 
 _registered: dict[str, OpDef] = {}
 

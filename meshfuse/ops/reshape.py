@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from ..dtypes import DataType
 from ..errors import user_error
 from ..gradients.shapes import RESHAPE
-from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, ScalarRef, TensorType
 from .nvfuser_lowering import with_local_shape
+from .opdef import Call, Emit, OpDef, Partial, Sample
+from .rules import Rule, RuleBuilder
 from .shape_arithmetic import UNKNOWN, known_size
+from .values import Param, ParamKind, ScalarRef, TensorType
 
 K = ParamKind
 

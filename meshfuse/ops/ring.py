@@ -9,23 +9,12 @@ from ..errors import DtypeError, user_error
 from ..gradients.attention import RING_ATTENTION, RING_ATTENTION_BWD
 from .attention_blocks import QKV, qkv_types
 from .attention_rules import AttentionDims, checked_types, scale_text, score_flops, scores_text, statistic_dtype
-from .base import (
-    Call,
-    Emit,
-    FactorKind,
-    OpDef,
-    Param,
-    ParamKind,
-    Partial,
-    Rounds,
-    Rule,
-    RuleBuilder,
-    Sample,
-    TensorType,
-)
-from .nvfuser_lowering import NvfuserEmit, sliced
+from .nvfuser_lowering import sliced
+from .opdef import Call, Emit, NvfuserEmit, OpDef, Partial, Rounds, Sample
 from .ring_rounds import attention_rounds, gradient_rounds, is_zigzag
+from .rules import FactorKind, Rule, RuleBuilder
 from .shape_arithmetic import UNKNOWN, agree, check_ndim
+from .values import Param, ParamKind, TensorType
 
 K = ParamKind
 _NOT_NATIVE = "its steps are nvFuser's where they are written out"

@@ -25,7 +25,8 @@ from typing import NamedTuple
 
 from ..dtypes import DataType
 from .attention_rules import statistic_dtype
-from .base import Call, TensorRef, Writing, cast_to
+from .opdef import Call, Writing, cast_to
+from .values import TensorRef
 
 Refs = tuple[TensorRef, ...]
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from ..dtypes import Category, DataType
 from ..gradients.reductions import CUMSUM_BWD, SCANS
 from . import nvfuser_forms
-from .base import Call, Emit, FactorKind, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
 from .blocks import distributed_scan, distributed_sum_after
+from .opdef import Call, Emit, OpDef, Partial, Sample
+from .rules import FactorKind, Rule, RuleBuilder
 from .shape_arithmetic import check_number, check_order, dim_of
+from .values import Param, ParamKind, TensorType
 
 K = ParamKind
 

@@ -7,10 +7,12 @@ import itertools
 from ..errors import user_error
 from ..gradients.shapes import SHAPES
 from . import nvfuser_forms
-from .base import Call, DimFactors, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
 from .nvfuser_lowering import with_local_shape
+from .opdef import Call, Emit, OpDef, Partial, Sample
 from .reshape import reshape_emit
+from .rules import DimFactors, Rule, RuleBuilder
 from .shape_arithmetic import UNKNOWN, broadcast_shapes, check_dim, check_dims, check_same_size, known_size
+from .values import Param, ParamKind, TensorType
 
 K = ParamKind
 

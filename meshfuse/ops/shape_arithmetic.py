@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from ..dtypes import Category, DataType
 from ..errors import DtypeError, user_error
-from .base import Call, DimFactors, FactorKind, Rule, RuleBuilder, ScalarRef, TensorRef, TensorType
+from .opdef import Call
+from .rules import DimFactors, FactorKind, Rule, RuleBuilder
+from .values import ScalarRef, TensorRef, TensorType
 
 UNKNOWN = -1
 

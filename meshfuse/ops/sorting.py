@@ -8,23 +8,12 @@ from ..dtypes import DataType
 from ..errors import user_error
 from ..gradients.indexing import INDEXING
 from . import nvfuser_forms
-from .base import (
-    Call,
-    Emit,
-    FactorKind,
-    OpDef,
-    Param,
-    ParamKind,
-    Rule,
-    RuleBuilder,
-    Sample,
-    TensorRef,
-    TensorType,
-    Writing,
-)
 from .blocks import block_size
+from .opdef import Call, Emit, OpDef, Sample, Writing
+from .rules import FactorKind, Rule, RuleBuilder
 from .scans import whole_dim_rule
 from .shape_arithmetic import UNKNOWN, check_order, dim_of, known_size
+from .values import Param, ParamKind, TensorRef, TensorType
 
 K = ParamKind
 

@@ -10,25 +10,12 @@ from ..dtypes import Category, DataType
 from ..errors import DtypeError, user_error
 from ..gradients.reductions import STATISTICS
 from . import nvfuser_forms
-from .base import (
-    Call,
-    Emit,
-    FactorKind,
-    Lowering,
-    OpDef,
-    Param,
-    ParamKind,
-    Rule,
-    RuleBuilder,
-    Sample,
-    TensorRef,
-    TensorType,
-    Writing,
-    cast_to,
-)
-from .nvfuser_lowering import NvfuserEmit, cast
+from .nvfuser_lowering import cast
+from .opdef import Call, Emit, Lowering, NvfuserEmit, OpDef, Sample, Writing, cast_to
 from .promotion import cast_text, dtype_text, widen
 from .reductions import keeps_dims, kept_factors, reduced_dims, reduced_shape
+from .rules import FactorKind, Rule, RuleBuilder
+from .values import Param, ParamKind, TensorRef, TensorType
 
 K = ParamKind
 

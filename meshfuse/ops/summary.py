@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..dtypes import DataType
-from .base import Call, DimFactors, FactorKind, OpDef, Partial, Rule, Sample, TensorRef, TensorType, tensor_refs
 from .binding import bind, make_call, signature
+from .opdef import Call, OpDef, Partial, Sample, tensor_refs
 from .registry import find
+from .rules import DimFactors, FactorKind, Rule
+from .values import TensorRef, TensorType
 
 # The fates of a dim (what sharding it does), and what each means.
 FATES: Mapping[str, str] = {

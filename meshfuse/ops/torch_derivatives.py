@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..gradients.context import Backward
-from ..gradients.context import sizes as shape_of
 from ..kernels.adjoints import backward_of
-from .base import Call, OpDef, Param, ParamKind, Partial
 from .notation import Dims, Notation
+from .opdef import Call, OpDef, Partial
 from .torch_function import Halos, TorchOp, Widths
+from .values import Param, ParamKind
+from .vjp import Backward
+from .vjp import sizes as shape_of
 
 K = ParamKind
 

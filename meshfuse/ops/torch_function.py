@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..dtypes import DataType
-from .base import Call, Emit, OpDef, Param, ParamKind, Rule, TensorRef, TensorType, Writing
 from .blocks import block_size
 from .halo import in_blocks, whole_again
 from .local import plain_text
 from .notation import Dim, Dims, Notation
+from .opdef import Call, Emit, OpDef, Writing
+from .rules import Rule
+from .values import Param, ParamKind, TensorRef, TensorType
 
 K = ParamKind
 Function = Callable[..., Any]

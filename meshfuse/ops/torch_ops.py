@@ -14,8 +14,8 @@ from typing import Any
 
 from ..dtypes import DataType, promote
 from ..errors import caller_line, located, shown, user_error
-from .base import REQUIRED, Call, OpDef, Param, ParamKind, Partial, Sample
 from .notation import Notation, parse
+from .opdef import Call, OpDef, Partial, Sample
 from .torch_derivatives import derivative
 from .torch_function import Function, Halos, TorchOp, Widths
 from .user_op_checks import (
@@ -31,6 +31,7 @@ from .user_op_checks import (
     told_halo,
     told_sizes,
 )
+from .values import REQUIRED, Param, ParamKind
 
 K = ParamKind
 _KINDS = {"bool": K.BOOL, "int": K.INT, "float": K.SCALAR, "complex": K.SCALAR, "tuple": K.INTS, "list": K.INTS}

@@ -11,8 +11,8 @@ from typing import Any, TypeGuard
 
 from ..dtypes import DataType
 from ..errors import caller_line, shown, user_error
-from .base import Call, Partial, Sample
 from .notation import Notation
+from .opdef import Call, Partial, Sample
 
 _REDUCTIONS = ("sum", "prod", "max", "min")
 

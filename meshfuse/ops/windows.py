@@ -14,22 +14,9 @@ from ..dtypes import DataType
 from ..errors import user_error
 from ..gradients.shapes import CAT, PAD, SLICE
 from . import nvfuser_forms
-from .base import (
-    Call,
-    Emit,
-    OpDef,
-    Param,
-    ParamKind,
-    Partial,
-    Rule,
-    RuleBuilder,
-    Sample,
-    ScalarRef,
-    TensorRef,
-    TensorType,
-    Writing,
-)
-from .nvfuser_lowering import NvfuserEmit, sliced, step_index
+from .nvfuser_lowering import sliced, step_index
+from .opdef import Call, Emit, NvfuserEmit, OpDef, Partial, Sample, Writing
+from .rules import Rule, RuleBuilder
 from .shape_arithmetic import (
     UNKNOWN,
     check_dim,
@@ -40,6 +27,7 @@ from .shape_arithmetic import (
     one_dim_widths,
     shape_along,
 )
+from .values import Param, ParamKind, ScalarRef, TensorRef, TensorType
 
 K = ParamKind
 

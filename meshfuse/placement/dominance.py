@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 
-from ..ops.base import TensorType
+from ..ops.values import TensorType
 from ..sharding.value import Sharding
 from .operand_layouts import Available
 from .options import reshards

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from ..dtypes import Category, DataType, is_negative_zero
 from ..fast_dataclass import quickly_made
 from ..mesh import DeviceMesh
-from ..ops.base import Call, DimFactors, FactorKind, ParamKind, Partial, Rule, ScalarRef, TensorRef, TensorType
+from ..ops.opdef import Call, Partial
+from ..ops.rules import DimFactors, FactorKind, Rule
+from ..ops.values import ParamKind, ScalarRef, TensorRef, TensorType
 from ..reshard.steps import Move, group_size
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 from ..fast_dataclass import quickly_made
 from ..graph import Graph, Node
 from ..mesh import DeviceMesh
-from ..ops.base import Call, Rule, TensorType
+from ..ops.opdef import Call
+from ..ops.rules import Rule
+from ..ops.values import TensorType
 from ..reshard.bounds import at_least
 from ..reshard.search import plan
 from ..sharding.layout import Layout

@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple
 
 from ..fast_dataclass import quickly_made
 from ..mesh import DeviceMesh
-from ..ops.base import Call, FactorKind, Rule
+from ..ops.opdef import Call
+from ..ops.rules import FactorKind, Rule
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
 from ..sharding.value import Sharding, conflicting

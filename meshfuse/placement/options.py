@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from ..costs import computation
 from ..fast_dataclass import quickly_made
-from ..ops.base import Call, TensorType
+from ..ops.opdef import Call
+from ..ops.values import TensorType
 from ..reshard.bounds import at_least
 from ..reshard.prices import price
 from ..reshard.search import plan

@@ -13,7 +13,8 @@ import math
 from collections.abc import Iterable
 
 from ..graph import Graph, Node
-from ..ops.base import Call, Rule
+from ..ops.opdef import Call
+from ..ops.rules import Rule
 from .factors import passes
 
 # Readers that make less of a tensor than one part in so many count: where it is about as much, the sizes of shards, and

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..graph import Node
-from ..ops.base import ScalarRef
 from ..ops.local import LocalCall
+from ..ops.values import ScalarRef
 from ..placement.factors import Placement
 from ..propagation import ShardedDefinition, ends
 from ..resharding import shard_bytes

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from ..definition.builder import DefinitionBuilder
 from ..definition.tensor_view import TensorView
 from ..graph import Graph, Node
-from ..ops.base import ScalarRef, TensorRef, count_tensors
+from ..ops.opdef import count_tensors
 from ..ops.registry import find
+from ..ops.values import ScalarRef, TensorRef
 from ..scalars import ScalarDef
 from ..sharding.value import Sharding
 from .binding_times import HalvedPlan, Need

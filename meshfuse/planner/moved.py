@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..graph import Node
-from ..ops.base import FactorKind
+from ..ops.rules import FactorKind
 from ..placement.factors import Placement
 from ..placement.options import cheapest
 from ..propagation import ShardedDefinition

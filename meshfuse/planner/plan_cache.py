@@ -27,7 +27,8 @@ from ..errors import shown
 from ..graph import Graph, rewritten
 from ..mesh import DeviceMesh
 from ..ops import OPS
-from ..ops.base import Call, Rule
+from ..ops.opdef import Call
+from ..ops.rules import Rule
 from ..placement.factors import Placement
 from ..placement.operand_layouts import Source
 from ..propagation import Choice, RunnerUp, ShardedDefinition

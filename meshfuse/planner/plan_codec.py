@@ -13,7 +13,7 @@ from typing import Any
 from ..costs import Link
 from ..dtypes import DataType
 from ..mesh import DeviceMesh
-from ..ops.base import ScalarRef, TensorRef
+from ..ops.values import ScalarRef, TensorRef
 from ..placement.factors import Carry, Placement
 from ..placement.operand_layouts import Source
 from ..propagation import Choice, RunnerUp

@@ -23,7 +23,9 @@ from ..costs import computation
 from ..errors import SourceLine, user_error
 from ..graph import Graph, Node, rewritten
 from ..mesh import DeviceMesh
-from ..ops.base import Call, ParamKind, Rule, TensorType
+from ..ops.opdef import Call
+from ..ops.rules import Rule
+from ..ops.values import ParamKind, TensorType
 from ..placement.factors import NO_CARRY, Placement, carries, placed
 from ..placement.options import cheapest, work
 from ..propagation import Choice, ShardedDefinition

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from ..graph import Graph, Node
 from ..mesh import DeviceMesh
-from ..ops.base import FactorKind
+from ..ops.rules import FactorKind
 from ..placement.growth import EPSILON
 from ..propagation import ShardedDefinition
 from ..reshard.search import plan

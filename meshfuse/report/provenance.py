@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from ..graph import Node, users
-from ..ops.base import DimFactors
+from ..ops.rules import DimFactors
 from ..propagation import Choice, ShardedDefinition
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split

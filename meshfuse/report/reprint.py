@@ -13,7 +13,7 @@ from ..definition.seeds import given_seed
 from ..dtypes import DataType
 from ..mesh import STREAM, DeviceMesh, ParallelType
 from ..ops import COMPOSITES
-from ..ops.base import REQUIRED, Param, ScalarRef, TensorRef
+from ..ops.values import REQUIRED, Param, ScalarRef, TensorRef
 
 _INDENT = "    "
 

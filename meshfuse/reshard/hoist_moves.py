@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ..costs import DEVICE_FLOPS, DEVICE_LINK, DEVICE_MEMORY
 from ..graph import Graph
-from ..ops.base import Call
+from ..ops.opdef import Call
 from ..placement.factors import Placement
 from ..resharding import Compute, ReshardedDefinition, Set, Step
 from .steps import Move, MoveKind

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..errors import SourceLine
-from ..ops.base import TensorType
+from ..ops.values import TensorType
 from ..placement.options import cheapest
 from ..propagation import ShardedDefinition
 from ..sharding.value import Sharding

@@ -6,8 +6,9 @@ import functools
 import itertools
 import math
 
-from ..ops.base import BlockOrder, Call, ScalarRef
 from ..ops.local import plain_text
+from ..ops.opdef import BlockOrder, Call
+from ..ops.values import ScalarRef
 from ..sharding import layout as lay
 from ..sharding.value import Sharding, disjoint
 from .steps import Move, MoveKind, Reordering, Window, lacking_numel, restricted, sampled_ranks

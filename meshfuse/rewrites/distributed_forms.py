@@ -14,7 +14,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..graph import Graph, Node
 from ..mesh import DeviceMesh
-from ..ops.base import Factor, FactorKind, Rule, TensorRef
+from ..ops.rules import Factor, FactorKind, Rule
+from ..ops.values import TensorRef
 from ..placement.growth import EPSILON
 from ..propagation import SMALL, ShardedDefinition, propagate, total_seconds
 from ..sharding.layout import Layout, axes, extent

@@ -20,9 +20,9 @@ from ..dtypes import Category
 from ..graph import CallTable, Graph, Node, Tensor, numbered
 from ..mesh import DeviceMesh
 from ..ops import OPS
-from ..ops.base import TensorRef
 from ..ops.blocks import block_counts
 from ..ops.reductions import reduced_dims
+from ..ops.values import TensorRef
 from ..propagation import ShardedDefinition, propagate, total_seconds
 from ..sharding.layout import axes, extent
 from ..sharding.value import Sharding

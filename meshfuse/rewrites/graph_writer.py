@@ -7,10 +7,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..graph import CallTable, Graph, Node, Tensor, needed, numbered
-from ..ops.base import DimFactors, OpDef, ParamKind, Rule, TensorRef, TensorType, tensor_refs
 from ..ops.binding import bind
+from ..ops.opdef import OpDef, tensor_refs
 from ..ops.registry import find
+from ..ops.rules import DimFactors, Rule
 from ..ops.shape_arithmetic import with_size
+from ..ops.values import ParamKind, TensorRef, TensorType
 
 
 class GraphWriter:

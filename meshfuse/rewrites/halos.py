@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..graph import Graph
-from ..ops.base import TensorRef, Writing
 from ..ops.halo import in_blocks, whole_again
+from ..ops.opdef import Writing
 from ..ops.shape_arithmetic import one_dim_widths
+from ..ops.values import TensorRef
 from .window_views import CutDims, Number, Offsets, Shifted, Term
 
 # How far windows reach beyond the ends of each dim.

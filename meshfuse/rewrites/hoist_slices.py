@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from ..graph import Graph, Node, users
-from ..ops.base import FactorKind, TensorRef
+from ..ops.rules import FactorKind
 from ..ops.shape_arithmetic import dim_of as picked_dim
 from ..ops.shape_arithmetic import with_size
+from ..ops.values import TensorRef
 from ..ops.windows import slice_bounds
 from ..traversal import inner_first
 from .graph_writer import GraphWriter, dims_of, is_whole_dim, without_unread

@@ -11,7 +11,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..graph import Graph, Node
-from ..ops.base import Call, Rule, TensorRef
+from ..ops.opdef import Call
+from ..ops.rules import Rule
+from ..ops.values import TensorRef
 from ..placement.factors import NO_CARRY, Carry, Placement, carries, layouts_of, merged, placed, representable
 from ..placement.operand_layouts import Source
 from ..propagation import Choice, ShardedDefinition

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from ..graph import Graph, Node
 from ..mesh import DeviceMesh
-from ..ops.base import TensorRef
+from ..ops.values import TensorRef
 from ..planner.effort import Effort
 from ..planner.plan_cost import better
 from ..planner.search import searched

@@ -17,7 +17,8 @@ from typing import ClassVar
 from ..dtypes import Category
 from ..graph import Graph, Node
 from ..mesh import DeviceMesh
-from ..ops.base import Partial, TensorRef
+from ..ops.opdef import Partial
+from ..ops.values import TensorRef
 from ..placement.factors import reduces
 from ..planner.effort import Effort
 from ..planner.plan_cost import better

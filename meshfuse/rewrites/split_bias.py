@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..graph import Graph, Node
-from ..ops.base import FactorKind, TensorRef
+from ..ops.rules import FactorKind
+from ..ops.values import TensorRef
 from ..sharding.layout import axes
 from ..sharding.value import Axis
 from .graph_writer import GraphWriter

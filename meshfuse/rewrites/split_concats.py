@@ -15,8 +15,10 @@ from typing import ClassVar, NamedTuple
 
 from ..dtypes import Category
 from ..graph import Graph, Node
-from ..ops.base import BlockOrder, DimFactors, FactorKind, TensorRef, cast_to
+from ..ops.opdef import BlockOrder, cast_to
+from ..ops.rules import DimFactors, FactorKind
 from ..ops.shape_arithmetic import with_size
+from ..ops.values import TensorRef
 from ..planner.effort import Effort
 from ..planner.plan_cost import better
 from ..propagation import ShardedDefinition

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from ..graph import Graph, Node
-from ..ops.base import TensorRef
 from ..ops.shape_arithmetic import one_dim_widths, shape_along
+from ..ops.values import TensorRef
 from ..planner.effort import Effort
 from ..planner.plan_cost import better
 from ..propagation import ShardedDefinition

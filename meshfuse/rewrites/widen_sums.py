@@ -13,7 +13,7 @@ from typing import Any
 
 from ..dtypes import DataType
 from ..graph import Graph, Node, users
-from ..ops.base import TensorRef
+from ..ops.values import TensorRef
 from ..placement.factors import Placement
 from ..placement.operand_layouts import Source
 from ..propagation import Choice, ShardedDefinition, ends

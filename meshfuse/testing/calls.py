@@ -16,8 +16,9 @@ from ..definition.builder import DefinitionBuilder
 from ..definition.tensor_view import TensorView
 from ..dtypes import Category, DataType
 from ..mesh import DeviceMesh
-from ..ops.base import Call, OpDef, Sample, TensorType
 from ..ops.local import LocalCall
+from ..ops.opdef import Call, OpDef, Sample
+from ..ops.values import TensorType
 from ..sharding.value import Sharding
 
 # What stands for the place of the call in a program, and for the seed and step of the run.

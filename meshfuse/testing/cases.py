@@ -17,9 +17,11 @@ import torch
 from ..dtypes import Category
 from ..errors import DefinitionError, KernelError, told
 from ..mesh import DeviceMesh
-from ..ops.base import BlockOrder, Call, FactorKind, OpDef, Rule, Sample, TensorRef, TensorType, letter
 from ..ops.binding import make_call
 from ..ops.local import LocalCall
+from ..ops.opdef import BlockOrder, Call, OpDef, Sample
+from ..ops.rules import FactorKind, Rule, letter
+from ..ops.values import TensorRef, TensorType
 from ..placement.factors import carries
 from ..sharding.layout import Layout, Split, axes, text
 from ..sharding.value import Sharding

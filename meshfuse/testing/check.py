@@ -11,7 +11,7 @@ from ..definition.builder import DefinitionBuilder
 from ..dtypes import Category, DataType
 from ..errors import ArgumentError, caller_line, user_error
 from ..fusion_definition import FusionDefinition
-from ..ops.base import TensorRef, TensorType
+from ..ops.values import TensorRef, TensorType
 from .asked import check_entries, check_int, check_type
 from .calls import fill, torch_dtype
 from .cases import largest

@@ -26,8 +26,9 @@ from ..argument_checks import as_int
 from ..dtypes import Category, DataType
 from ..errors import MeshfuseError, caller_line, located, shown, told, user_error
 from ..fusion_definition import FusionDefinition
-from ..ops.base import Call, OpDef, Sample, TensorType
 from ..ops.binding import make_call
+from ..ops.opdef import Call, OpDef, Sample
+from ..ops.values import TensorType
 from .calls import define_call, operands_of, whole
 from .cases import (
     Case,

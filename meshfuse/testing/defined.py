@@ -13,8 +13,9 @@ from ..executor.arguments import Inputs
 from ..fusion_definition import FusionDefinition
 from ..graph import specialize
 from ..mesh import DeviceMesh
-from ..ops.base import FactorKind, OpDef, Sample
 from ..ops.binding import make_call
+from ..ops.opdef import OpDef, Sample
+from ..ops.rules import FactorKind
 from ..propagation import propagate
 from ..rewrites.distributed_forms import Blocked, blocked, with_forms
 from ..sharding.layout import Layout, Split

@@ -12,8 +12,9 @@ from ..dtypes import DataType
 from ..errors import caller_line
 from ..fusion_definition import FusionDefinition
 from ..mesh import DeviceMesh, ParallelType
-from ..ops.base import OpDef, TensorRef
+from ..ops.opdef import OpDef
 from ..ops.registry import names
+from ..ops.values import TensorRef
 from ..sharding.value import Sharding
 from .asked import check_any, check_entries, check_int, check_names, check_sizes, check_type
 from .blocks import FAMILIES

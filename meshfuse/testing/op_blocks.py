@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from ..definition.tensor_view import TensorView
 from ..dtypes import Category, DataType
 from ..ops import OPS, pointwise
-from ..ops.base import OpDef, ParamKind, Sample, TensorType
 from ..ops.binding import make_call
+from ..ops.opdef import OpDef, Sample
 from ..ops.products import is_nvidia_only
 from ..ops.registry import find
+from ..ops.values import ParamKind, TensorType
 from .examples import Example
 from .writer import KINDS, Block, DefinitionWriter, Var, joint
 

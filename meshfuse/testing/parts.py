@@ -15,8 +15,10 @@ import torch
 
 from ..errors import told
 from ..mesh import DeviceMesh
-from ..ops.base import Call, FactorKind, TensorType
 from ..ops.local import LocalCall
+from ..ops.opdef import Call
+from ..ops.rules import FactorKind
+from ..ops.values import TensorType
 from ..placement.factors import left_to_reduce, tensor_layouts
 from ..sharding.layout import Layout, Split, axes, canonical
 from ..sharding.value import Sharding

@@ -12,8 +12,10 @@ import torch
 
 from ..definition.builder import DefinitionBuilder
 from ..graph import Graph, specialize
-from ..ops.base import DimFactors, FactorKind, OpDef, Rule, Sample, TensorType, letter
 from ..ops.binding import make_call
+from ..ops.opdef import OpDef, Sample
+from ..ops.rules import DimFactors, FactorKind, Rule, letter
+from ..ops.values import TensorType
 from ..rewrites.split_concats import Parted
 from .calls import operands_of, whole
 from .cases import report, tolerance, wrong_results

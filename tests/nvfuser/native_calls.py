@@ -9,9 +9,10 @@ from meshfuse import DeviceMesh
 from meshfuse.backends.nvfuser import NativeKernel
 from meshfuse.dtypes import Category, DataType
 from meshfuse.ops import OPS
-from meshfuse.ops.base import Call, OpDef, Sample, TensorRef, TensorType
 from meshfuse.ops.binding import bind
 from meshfuse.ops.local import LocalCall
+from meshfuse.ops.opdef import Call, OpDef, Sample
+from meshfuse.ops.values import TensorRef, TensorType
 from meshfuse.sharding.value import Sharding
 
 DTYPES = [

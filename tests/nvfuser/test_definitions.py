@@ -12,7 +12,7 @@ from meshfuse.backends.nvfuser import build_call, load_nvfuser
 from meshfuse.dtypes import DataType
 from meshfuse.errors import DefinitionError
 from meshfuse.ops import OPS
-from meshfuse.ops.nvfuser_lowering import ToTorch
+from meshfuse.ops.opdef import ToTorch
 
 pytestmark = pytest.mark.nvfuser
 

@@ -13,7 +13,8 @@ from meshfuse.backends.nvfuser import build_call
 from meshfuse.dtypes import DataType
 from meshfuse.errors import DefinitionError
 from meshfuse.ops import OPS
-from meshfuse.ops.base import OpDef, ParamKind, Sample, TensorType
+from meshfuse.ops.opdef import OpDef, Sample
+from meshfuse.ops.values import ParamKind, TensorType
 
 pytestmark = pytest.mark.nvfuser
 

@@ -25,8 +25,8 @@ from meshfuse.compiler import CompiledProgram
 from meshfuse.dtypes import DataType, from_torch
 from meshfuse.executor.simulate import Simulation
 from meshfuse.lowering.segments import Segment
-from meshfuse.ops.base import TensorRef
-from meshfuse.ops.nvfuser_lowering import ToTorch
+from meshfuse.ops.opdef import ToTorch
+from meshfuse.ops.values import TensorRef
 
 pytestmark = pytest.mark.nvfuser
 

@@ -11,9 +11,9 @@ from meshfuse import DeviceMesh
 from meshfuse.backends.nvfuser import build_call
 from meshfuse.dtypes import DataType
 from meshfuse.ops import OPS
-from meshfuse.ops.base import Call, Factor, FactorKind
 from meshfuse.ops.local import LocalCall
-from meshfuse.ops.nvfuser_lowering import ToTorch
+from meshfuse.ops.opdef import Call, ToTorch
+from meshfuse.ops.rules import Factor, FactorKind
 from meshfuse.placement.factors import left_to_reduce, tensor_layouts
 from meshfuse.sharding.layout import Layout, Split, canonical
 from meshfuse.sharding.value import Sharding

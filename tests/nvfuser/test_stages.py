@@ -26,8 +26,8 @@ from meshfuse.backends.nvfuser.unshared import Step, steps
 from meshfuse.dtypes import DataType
 from meshfuse.graph import Graph
 from meshfuse.lowering.segments import Segment, SegmentedDefinition
-from meshfuse.ops.base import TensorType
 from meshfuse.ops.pointwise import pointwise_rule
+from meshfuse.ops.values import TensorType
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...lowering.effects import effects
-from ...ops.base import TensorType
+from ...ops.values import TensorType
 from .. import Prepared, Task, Unsupported
 from .copies import type_of
 from .launch import CudaLauncher, Launcher, NativePart, Run, laid_out, lies_so

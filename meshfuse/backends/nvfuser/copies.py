@@ -11,8 +11,9 @@ import torch
 
 from ...dtypes import Category, DataType, from_torch
 from ...lowering.instructions import Instruction
-from ...ops.base import TensorType
-from ...ops.nvfuser_lowering import ToTorch, sliced
+from ...ops.nvfuser_lowering import sliced
+from ...ops.opdef import ToTorch
+from ...ops.values import TensorType
 
 # nvFuser's function of two terms, and of all terms along a dim.
 _TERMS: Mapping[str, tuple[str, str]] = {

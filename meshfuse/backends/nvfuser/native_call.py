@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...dtypes import DataType
-from ...ops.base import REQUIRED, Call, Param, ParamKind, ScalarRef, TensorRef, TensorType, count_tensors
 from ...ops.local import LocalCall
-from ...ops.nvfuser_lowering import ToTorch
+from ...ops.opdef import Call, ToTorch, count_tensors
 from ...ops.pointwise import COPIES, pointwise_rule
+from ...ops.values import REQUIRED, Param, ParamKind, ScalarRef, TensorRef, TensorType
 from ...sharding.layout import Runs
 
 K = ParamKind

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from ...lowering.effects import effects
 from ...lowering.instructions import Instruction, Kernel
 from ...lowering.segments import Segment, SegmentedDefinition
-from ...ops.base import TensorType
-from ...ops.nvfuser_lowering import ToTorch
+from ...ops.opdef import ToTorch
+from ...ops.values import TensorType
 from ...resharding import Compute
 from ..gpu_costs import is_product, keeps_a_gpu_busy
 from .segment import Copies, build_segment, value_types

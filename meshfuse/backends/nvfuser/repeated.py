@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...ops.base import Call
 from ...ops.nvfuser_pointwise import arithmetic
+from ...ops.opdef import Call
 from ...ops.pointwise import pointwise_rule
 
 Shape = tuple[int, ...]

@@ -14,9 +14,10 @@ from ...lowering.effects import effects
 from ...lowering.instructions import Instruction
 from ...lowering.kernel_text import scalar_inputs
 from ...lowering.segments import Segment, SegmentedDefinition
-from ...ops.base import ScalarRef, TensorType
 from ...ops.local import LocalCall
-from ...ops.nvfuser_lowering import ToTorch, repeated_to
+from ...ops.nvfuser_lowering import repeated_to
+from ...ops.opdef import ToTorch
+from ...ops.values import ScalarRef, TensorType
 from ...resharding import Compute
 from ...scalars import ScalarDef, in_order
 from .copies import Traced, copied

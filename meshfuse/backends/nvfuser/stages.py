@@ -18,7 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...graph import Graph
-from ...ops.base import Call, TensorType
+from ...ops.opdef import Call
+from ...ops.values import TensorType
 from ...resharding import Compute
 from .unshared import LONGEST, PLAIN, is_pointwise
 

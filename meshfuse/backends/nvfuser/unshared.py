@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from ...graph import Graph
 from ...lowering.fusable_copies import by_element
-from ...ops.base import Call, TensorType
+from ...ops.opdef import Call
 from ...ops.pointwise import pointwise_rule
+from ...ops.values import TensorType
 from ...resharding import Compute
 from .repeated import repeats
 

@@ -3,184 +3,16 @@
 from __future__ import annotations
 
 import enum
-import functools
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..dtypes import DataType
 from ..fast_dataclass import quickly_made
-
-if TYPE_CHECKING:
-    from ..gradients.context import Vjp
-    from .nvfuser_lowering import NvfuserEmit
-
-
-class TensorType(NamedTuple):
-    """A tensor's global shape (-1 for a size that only the arguments tell) and element type."""
-
-    shape: tuple[int, ...]
-    dtype: DataType
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{self.dtype.name}[{', '.join('?' if n < 0 else str(n) for n in self.shape)}]"
-
-
-class TensorRef(NamedTuple):
-    """A tensor of the definition, by number."""
-
-    id: int
-
-
-class ScalarRef(NamedTuple):
-    """A scalar (nvFuser's Val) of the definition, by number, and its type where it is known."""
-
-    id: int
-    dtype: DataType | None = None
-
-
-class ParamKind(enum.Enum):
-    """What an op's parameter takes; binding, concretising and printing a call follow from it."""
-
-    TENSOR = "tensor"
-    OPTIONAL_TENSOR = "tensor or None"
-    TENSORS = "list of tensors"
-    TENSOR_OR_SCALAR = "tensor or scalar"
-    SCALAR = "scalar"
-    OPTIONAL_SCALAR = "scalar or None"
-    INT = "int"
-    DIM = "dim"
-    DIMS = "dim or list of dims"
-    OPTIONAL_DIMS = "dim, list of dims or None"
-    INTS = "list of ints"
-    SIZE = "int or scalar"
-    SHAPE = "list of ints or scalars"
-    BOOL = "bool"
-    BOOLS = "list of bools"
-    DTYPE = "DataType"
-
-
-REQUIRED = object()
-
-
-@dataclass(frozen=True, slots=True)
-class Param:
-    """One parameter of an op. `alias` is another keyword it goes by."""
-
-    name: str
-    kind: ParamKind
-    default: Any = REQUIRED
-    alias: str = ""
-
-
-class FactorKind(enum.Enum):
-    """What sharding a factor of an op does.
-
-    PASS: each rank computes its part of the result. REDUCE: each rank computes its term of a reduction; a result that
-    has the factor among its dims (of an op with several results) is computed in parts. BLOCK: the op needs the factor
-    whole.
-    """
-
-    PASS = "pass-through"
-    REDUCE = "reduction"
-    BLOCK = "blocked"
-
-
-@dataclass(frozen=True, slots=True)
-class Factor:
-    """One dimension of an op's iteration space: its size, its kind and, where it is reduced, the reduction."""
-
-    size: int
-    kind: FactorKind = FactorKind.PASS
-    reduce: str = "sum"
-
-
-# For every dim of a tensor the factors that it is made of, major to minor; () for a dim of size 1 that is repeated.
-DimFactors = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rule:
-    """An op's factor rule: which factors each dim of its operands and results is made of (as in GSPMD and Shardy).
-
-    A matmul [m, k] x [k, n] has the factors m, n (both pass through) and k (reduced)::
-
-        operands ((m,), (k,)), ((k,), (n,))   results ((m,), (n,))
-    """
-
-    factors: tuple[Factor, ...]
-    operands: tuple[DimFactors, ...]
-    results: tuple[DimFactors, ...]
-
-    def __str__(self) -> str:
-        def side(tensors: Sequence[DimFactors]) -> str:
-            return ", ".join(" ".join("".join(map(letter, dim)) or "1" for dim in dims) or "()" for dims in tensors)
-
-        marks = [f"{letter(i)}:{f.kind.value}" for i, f in enumerate(self.factors) if f.kind is not FactorKind.PASS]
-        return f"{side(self.operands)} -> {side(self.results)}" + (f"  ({', '.join(marks)})" if marks else "")
-
-
-def letter(factor: int) -> str:
-    """The letter that texts have for a factor's number."""
-    return chr(ord("a") + factor) if factor < 26 else f"f{factor}"
-
-
-class RuleBuilder:
-    """Collects the factors of a rule. Its methods give the factors of a dim, as a tuple of their numbers."""
-
-    def __init__(self) -> None:
-        self._factors: list[Factor] = []
-
-    def factor(self, size: int, kind: FactorKind = FactorKind.PASS, reduce: str = "sum") -> tuple[int, ...]:
-        """A new factor of a dim. () for size 1, where there is nothing to shard; a blocked one is made at any size."""
-        return () if size == 1 and kind is not FactorKind.BLOCK else self.dim(size, kind, reduce)
-
-    def dim(self, size: int, kind: FactorKind = FactorKind.PASS, reduce: str = "sum") -> tuple[int, ...]:
-        """A new factor that is all of a dim, of whatever size: the only row of a batch may lie on one rank of many."""
-        self._factors.append(Factor(size, kind, reduce))
-        return (len(self._factors) - 1,)
-
-    def blocked(self, size: int) -> tuple[int, ...]:
-        """A new factor that must be whole."""
-        return self.factor(size, FactorKind.BLOCK)
-
-    def reduction(self, size: int, reduce: str = "sum") -> tuple[int, ...]:
-        """A new factor that the op reduces: if it is sharded the result is partial."""
-        return self.factor(size, FactorKind.REDUCE, reduce)
-
-    def dims(
-        self,
-        shape: Sequence[int],
-        chosen: Collection[int] = (),
-        kind: FactorKind = FactorKind.PASS,
-        reduce: str = "sum",
-    ) -> DimFactors:
-        """A new factor for every dim: of this kind for the dims in `chosen`, pass-through for the others.
-
-        A dim of size 1 that is reduced has none: there is nothing to reduce.
-        """
-        return tuple(self.factor(n, kind, reduce) if d in chosen else self.dim(n) for d, n in enumerate(shape))
-
-    def build(self, operands: Sequence[DimFactors], results: Sequence[DimFactors]) -> Rule:
-        """The rule in which the dims of operands and results are made of these factors."""
-        return _rule(tuple(self._factors), tuple(operands), tuple(results))
-
-
-# Equal rules are one object, so that what follows from a rule is worked out once for all calls that have it.
-_rule = functools.lru_cache(maxsize=1 << 13)(Rule)
+from ..sharding.layout import Runs
+from .rules import Rule
+from .values import Param, TensorRef, TensorType
+from .vjp import Vjp
 
 
 class Partial(enum.Enum):
@@ -292,6 +124,65 @@ class Emit(Protocol):
 
     def leads(self) -> bool:
         """Whether this rank adds what is added once: of the ranks with terms of one partial result, one leads."""
+        ...
+
+
+class ToTorch(Exception):
+    """nvFuser cannot compute this call on this rank; the text is the reason."""
+
+
+class NvfuserEmit(Protocol):
+    """What a lowering to nvFuser sees of one call on one rank. Operands and results are TensorViews."""
+
+    @property
+    def call(self) -> Call: ...
+
+    @property
+    def ops(self) -> Any: ...
+
+    @property
+    def operands(self) -> Sequence[Any]: ...
+
+    @property
+    def operand_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The operands' local shapes."""
+        ...
+
+    @property
+    def result_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The results' local shapes."""
+        ...
+
+    def operand(self, name: str) -> Any:
+        """The tensor passed for a parameter; None where no tensor was passed."""
+        ...
+
+    def number(self, name: str) -> Any:
+        """A scalar argument: a Python number, or a Val where it depends on the program's inputs."""
+        ...
+
+    def val(self, value: Any) -> Any:
+        """A Val of a Python number."""
+        ...
+
+    def dtype(self, dtype: DataType) -> Any:
+        """nvFuser's DataType. Raises ToTorch where it has none."""
+        ...
+
+    def operand_runs(self, operand: int) -> tuple[Runs, ...]:
+        """By dim of an operand, the intervals of global indices that this rank holds."""
+        ...
+
+    def result_runs(self, result: int) -> tuple[Runs, ...]:
+        """By dim of a result, the intervals of global indices that this rank computes."""
+        ...
+
+    def leads(self) -> bool:
+        """Whether this rank adds what is added once: of the ranks with terms of one partial result, one leads."""
+        ...
+
+    def plain(self, **changed: Any) -> Any:
+        """nvFuser's function of the op's name, with the arguments in `changed` replaced."""
         ...
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .context import Tensor
+from .vjp import Tensor
 
 
 @dataclass(frozen=True, slots=True)

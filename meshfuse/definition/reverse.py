@@ -15,14 +15,14 @@ from ..definition.tensor_view import TensorView, Val
 from ..dtypes import Category, DataType
 from ..errors import SourceLine, located, user_error
 from ..kernels.scalars import FUNCTIONS
-from ..ops.base import ScalarRef, TensorRef
-from .context import Backward, sizes
-from .windows import WindowGradient, joined_windows
+from ..ops.values import ScalarRef, TensorRef
+from ..ops.vjp import Backward, sizes
+from ..ops.window_gradients import WindowGradient, joined_windows
 
 if TYPE_CHECKING:
     from ..definition.builder import DefinitionBuilder
     from ..definition.records import OpNode
-    from ..ops.base import OpDef
+    from ..ops.opdef import OpDef
 
 
 def gradients(
