@@ -264,12 +264,12 @@ def _axes(mesh: DeviceMesh) -> dict[str, int]:
 
 def _program(fd: FusionDefinition) -> CompiledProgram | None:
     """The definition's latest program. A definition that never ran is compiled here, if its sizes are fixed."""
-    if not fd.outputs:
+    if not fd.recording.outputs:
         return None
     try:
         return fd.latest()
     except DefinitionError as error:
-        lines = [tensor.line for tensor in fd.tensors]
+        lines = [tensor.line for tensor in fd.recording.tensors]
         if error.where is None or error.where.file not in {line.file for line in lines}:
             error.where = lines[0]  # of the script, which did not ask for this
         print(f"meshfuse: a definition that the script did not run is left out: {error}", file=sys.stderr)

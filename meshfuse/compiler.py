@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .argument_checks import as_int
-from .definition.builder import DefinitionBuilder
+from .definition.recording import Recording
 from .errors import caller_line, shown, user_error
 from .gc_pause import no_collection
 from .graph import Graph, specialize
@@ -103,7 +103,7 @@ class CompiledProgram:
 
 
 def compile_definition(
-    fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any], world: DeviceMesh,
+    recording: Recording, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any], world: DeviceMesh,
     max_memory: float | None = None, near_factor: float = 1.0, effort: Effort = Effort.AUTO,
     borders: Borders | None = None,
 ) -> CompiledProgram:  # fmt: skip
@@ -119,7 +119,7 @@ def compile_definition(
     A plan that took long is kept on disk (`planner.plan_cache`).
     """
     with no_collection():
-        graph = _graph(fd, shapes, scalars)
+        graph = _graph(recording, shapes, scalars)
         with World.planning(graph.in_words()):
             found = _compiled(graph, world, max_memory, near_factor, effort, borders)
             asked = _with_ends(graph, found, borders) if borders is not None else graph
@@ -151,20 +151,20 @@ def _with_ends(graph: Graph, compiled: CompiledProgram, borders: Borders) -> Gra
 
 
 def decided_without(
-    fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], world: DeviceMesh, free: Collection[int],
+    recording: Recording, shapes: Mapping[int, tuple[int, ...]], world: DeviceMesh, free: Collection[int],
     effort: Effort,
 ) -> ShardedDefinition | None:  # fmt: skip
     """The plan if the inputs in `free` were not annotated; None where no other annotation is left."""
     with no_collection():
-        graph = _graph(fd, shapes, {})
+        graph = _graph(recording, shapes, {})
         left = {i: sharding for i, sharding in graph.annotations.items() if i not in free}
         with World.planning(graph.in_words()):
             return decided(dataclasses.replace(graph, annotations=left), world, effort) if left else None
 
 
-def _graph(fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any]) -> Graph:
+def _graph(recording: Recording, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any]) -> Graph:
     """The stages before propagation."""
-    return unify_links(split_biases(specialize(fd, shapes, scalars)))
+    return unify_links(split_biases(specialize(recording, shapes, scalars)))
 
 
 def decided(graph: Graph, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:

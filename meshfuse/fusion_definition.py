@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,45 +13,37 @@ import torch
 from .argument_checks import as_int, check_flags
 from .backends.assignment import assigned, requested
 from .compiler import CompiledProgram
+from .definition import annotating, calls, inputs
 from .definition.attributes import calling_ours, check_attribute
+from .definition.namespaces import Fusion, OpNamespace
+from .definition.recording import OpNode, Recording
 from .definition.reverse import gradients
-from .definition.seeds import Seed
-from .definition.tensor_view import TensorView
-from .errors import RankError, SourceLine, caller_line, shown, user_error
-from .executor.argument_guards import ArgumentGuards, Options
-from .executor.arguments import (
-    Inputs,
-    check_count,
-    check_global_shapes,
-    check_numbers,
-    global_shapes,
-    split_arguments,
-)
-from .executor.dtensor import GivenDTensor, dtensors_of, local_parts, output_homes, wrap_outputs
-from .executor.graphs import Captured, check_capturable, check_groups, watched
-from .executor.segments import Segments
-from .executor.simulate import Simulation
-from .executor.simulated_program import SimulatedProgram
-from .executor.spmd import RankProgram, check_same_arguments, check_world, named_ranks, scalar_lines
+from .definition.tensor_view import TensorView, Val, own
+from .dtypes import DataType
+from .errors import SourceLine, caller_line, line_in_script, shown, user_error
+from .execution import Execution
 from .gc_pause import no_collection
 from .host_ir import HostProgram
-from .kernels import in_stride_order
 from .mesh import DeviceMesh
-from .ops.values import TensorRef
-from .planned_definition import PlannedDefinition
-from .planner.shape_reuse import nearness
+from .ops.opdef import OpDef
+from .planner.halves import write_halves
 from .preparation import prepared
+from .programs import Programs, Shapes
 from .report.backends import backends_table
+from .report.bill import Bill, bill_of
+from .report.explain import explain_all, explain_tensor
+from .report.memory import Memory, modelled_memory
 from .report.reprint import definition_source
 from .runtime.world import World
-from .sharding.data import shard
 from .sharding.value import Sharding
 
 # Called with every definition that is made: so the command line finds a script's definitions.
 observers: list[Callable[[FusionDefinition], None]] = []
+# What stands between a user's line and the definition that it copies.
+_COPYING = ("copy", "copyreg", "pickle", "cloudpickle", "dill", "joblib", "multiprocessing", "torch")
 
 
-class FusionDefinition(PlannedDefinition):
+class FusionDefinition:
     """A program written for one large imaginary device, and how a few of its tensors split over a mesh of ranks.
 
     Use it as a context manager: define inputs, apply `fd.ops`, mark outputs, annotate. Then call it with global
@@ -70,6 +63,10 @@ class FusionDefinition(PlannedDefinition):
         that takes about a second: on one mesh axis, or with few different ops. "thorough": every program several times,
         in seconds.
 
+    `recording` is what the script has written: tensors, ops, inputs, outputs and annotations, as data. The methods that
+    ask about a plan take global `shapes`, one per input tensor, and without them mean the latest program: the one that
+    ran or was compiled last.
+
     Raises DefinitionError for a seed, bound or search that is none of these.
     """
 
@@ -83,22 +80,20 @@ class FusionDefinition(PlannedDefinition):
             needed = "an int or None"
             do = "Pass the seed of its random numbers; its ops are defined by calls of fd.ops."
             raise user_error("FusionDefinition: seed", shown(seed), needed, do, caller_line())
-        super().__init__(max_wire, max_memory, search)
-        self._seed = Seed(seed)
-        self._constants: set[int] = set()  # Tensors that no gradient passes.
-        # Runs so far, counted apart: a simulation on one rank must not change that rank's random numbers.
-        self._steps = {"ranks": 0, "simulated": 0}
-        # Programs by `_key`: shapes, scalars that sizes follow, device and options.
-        self._simulated: dict[Any, SimulatedProgram] = {}
-        self._bound: dict[Any, RankProgram] = {}
-        # Those of `execute` by arguments that were found to fit: such are not checked again.
-        self._familiar = ArgumentGuards[RankProgram]()
-        # The stride orders of outputs, once they are asked for, and whether any is not row-major.
-        self._orders: list[tuple[int, ...] | None] | None = None
-        self._ordered = False
+        self._set_up(Recording(seed), max_wire, max_memory, search)
+        self.ops = OpNamespace(self)
+        self._fusion = Fusion(self)
         self._state = frozenset(vars(self))
         for observe in observers:
             observe(self)
+
+    def _set_up(
+        self, recording: Recording, max_wire: float | None = None, max_memory: float | None = None,
+        search: str | None = None,
+    ) -> None:  # fmt: skip
+        self.recording = recording
+        self._programs = Programs(self, max_wire, max_memory, search)
+        self._execution = Execution(self, self._programs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Scripts keep tensors as attributes. Raises DefinitionError for a name that the definition itself uses."""
@@ -114,10 +109,148 @@ class FusionDefinition(PlannedDefinition):
     def __enter__(self) -> FusionDefinition:
         return self
 
-    def __repr__(self) -> str:
-        return definition_source(self)
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        return None
 
-    # gradients --------------------------------------------------------------------------------------------------
+    def __repr__(self) -> str:
+        return definition_source(self.recording)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises DefinitionError: pickles and copies would share half of a definition."""
+        raise user_error(
+            "a definition cannot be copied or pickled", type(self).__name__, "the code that makes it",
+            "Call that code again where another is needed; print(fd) is it.",
+            line_in_script(sys._getframe(1), _COPYING),
+        )  # fmt: skip
+
+    # define
+
+    def define_tensor(
+        self,
+        shape: Sequence[int] | None = None,
+        contiguity: Any = None,
+        dtype: Any = DataType.Float,
+        is_cpu: bool = False,
+        stride_order: Sequence[int] | None = None,
+        *,
+        sizes: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+        static_sizes: bool = False,
+        symbolic_sizes: Sequence[int] | None = None,
+    ) -> TensorView:
+        """A new input tensor.
+
+        shape: global sizes; -1 leaves a size to the arguments, which then must be more than 1.
+        dtype: nvFuser's or torch's.
+        stride_order: for every dim its place in memory, 0 the fastest; arguments must lie so. None: any order.
+        sizes, strides: nvFuser's second form, the sizes and strides of an example tensor; sizes other than 1 are left
+            open unless `static_sizes`.
+
+        `contiguity`, `is_cpu` and `symbolic_sizes` are nvFuser's; they change nothing here, but for `symbolic_sizes` in
+        the place of `shape`. Raises DefinitionError for what is no size, dtype or order of the dims.
+        """
+        line = self.recording.line_of_change()
+        check_flags(line, static_sizes=static_sizes, is_cpu=is_cpu)
+        given = sizes if sizes is not None else shape if shape is not None else symbolic_sizes
+        ref = inputs.define_tensor(
+            self.recording, given, contiguity, dtype, stride_order, strides, static_sizes, line
+        )  # fmt: skip
+        return TensorView(self, ref)
+
+    def from_pytorch(self, tensor: Any, static_sizes: bool = False) -> TensorView:
+        """A new input with the shape, strides and dtype of a torch tensor; of a DTensor also its mesh and placements.
+
+        Sizes other than 1 are left to the arguments unless `static_sizes`. Raises DefinitionError for anything but a
+        tensor.
+        """
+        line = self.recording.line_of_change()
+        return TensorView(self, inputs.from_pytorch(self.recording, tensor, static_sizes, line))
+
+    def define_scalar(self, value: Any = None, dtype: Any = None) -> Val:
+        """A scalar input of this dtype (Double by default), whose number every call passes; given a number, a constant.
+
+        Raises DefinitionError for what is no number, or none of the dtype.
+        """
+        line = self.recording.line_of_change()
+        return Val(self, inputs.define_scalar(self.recording, value, dtype, line))
+
+    def define_vector(self, size: int | Sequence[Any], dtype: Any = DataType.Int) -> list[Val]:
+        """A list of scalars: `size` inputs where it is an int; where it is a list, a constant for each of its numbers.
+
+        Entries that are -1 or scalars already are kept as they are. Raises DefinitionError for anything else.
+        """
+        line, recording = self.recording.line_of_change(), self.recording
+        return [
+            entry if isinstance(entry, Val) or as_int(entry) == -1
+            else Val(self, inputs.define_entry(recording, entry, dtype, line))
+            for entry in inputs.vector_entries(size, line)
+        ]  # fmt: skip
+
+    def call(self, name: str | OpDef, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Apply an op, by its name or as an OpDef: a TensorView, a tuple of them, or (on scalars alone) a Val."""
+        return calls.call_at(self, caller_line(), name, args, kwargs)
+
+    def size(self, tensor: TensorView, dim: int) -> Val:
+        """The size of a dim (counted from the back if negative) as a scalar of the definition.
+
+        Raises DefinitionError for a dim that the tensor does not have.
+        """
+        line = self.recording.line_of_change()
+        return Val(self, inputs.define_size(self.recording, own(self, tensor, "size", line).ref, dim, line))
+
+    def add_output(self, output: TensorView, alias_input: TensorView | None = None) -> None:
+        """Have the program return this tensor; outputs come in the order of these calls.
+
+        Raises DefinitionError for anything but a tensor of this definition, and for `alias_input`: meshfuse writes into
+        no arguments.
+        """
+        line = self.recording.line_of_change()
+        if alias_input is not None:
+            raise user_error(
+                "add_output: alias_input", shown(alias_input), "None: meshfuse does not write into arguments",
+                "Return the tensor and copy it.", line,
+            )  # fmt: skip
+        self.recording.outputs.append(own(self, output, "add_output", line).id)
+
+    @property
+    def fusion(self) -> Fusion:
+        """The definition as a graph of values: its inputs and outputs."""
+        return self._fusion
+
+    # annotate
+
+    def mesh_split(self, tensor: TensorView, mesh: DeviceMesh, spec: Sequence[Any]) -> None:
+        """Annotate how a tensor splits over a mesh (GSPMD's mesh_split).
+
+        `spec` has one entry per dim: None (or -1), a mesh axis by name or number, a list of axes from major
+        to minor, or a list of `Split(size, axis)` for any factorisation. Raises DefinitionError for unknown
+        or repeated axes, a wrong number of entries, or an annotation that contradicts an earlier one.
+        """
+        line = self.recording.line_of_change()
+        annotating.mesh_split(self.recording, own(self, tensor, "mesh_split", line).id, mesh, spec, line)
+
+    def shard(self, tensor: TensorView, sharding: Any, mesh: Any = None) -> None:
+        """Annotate with a `Sharding`, or with DTensor placements and their (torch or meshfuse) device mesh.
+
+        Raises DefinitionError for another number of dims, for partial placements, for strided ones that no order of
+        axes gives, and where an earlier annotation says something else.
+        """
+        line = self.recording.line_of_change()
+        annotating.shard(self.recording, own(self, tensor, "shard", line).id, sharding, mesh, line)
+
+    def overlap(self, tensor: TensorView, chunks: int, dim: int = 0, ring: bool = False) -> None:
+        """Ask that a tensor's op, and the communication around it, be done in `chunks` parts of dim `dim`.
+
+        While one chunk is communicated the next is computed; no number changes. With `ring=True` shards travel from
+        rank to rank instead of through collectives; `chunks` must then be a multiple of the number of shards. Where it
+        cannot be done the op runs whole, and `fd.explain(tensor)` says why. Raises DefinitionError for what is no
+        number of chunks or dim, and where an earlier call asked for something else.
+        """
+        line = self.recording.line_of_change()
+        number = own(self, tensor, "overlap", line).id
+        annotating.overlap(self.recording, number, chunks, dim, ring, line)
+
+    # gradients
 
     def grad(self, outputs: Any, wrt: Any, grad_outputs: Any = None) -> Any:
         """Append the backward of this definition; returns the gradients by `wrt`, a list where `wrt` is a list.
@@ -130,26 +263,78 @@ class FusionDefinition(PlannedDefinition):
         Raises DefinitionError for tensors that are no real or complex numbers, and where an op on the way has no
         derivative.
         """
-        line = self._changing()
-        sources = [self._own(t, "grad: outputs", line) for t in _listed(outputs)]
-        targets = [self._own(t, "grad: wrt", line) for t in _listed(wrt)]
+        line = self.recording.line_of_change()
+        sources = [own(self, t, "grad: outputs", line) for t in _listed(outputs)]
+        targets = [own(self, t, "grad: wrt", line) for t in _listed(wrt)]
         given = [None] * len(sources) if grad_outputs is None else _listed(grad_outputs)
         if len(given) != len(sources):
             raise user_error(
                 "grad: grad_outputs", f"{len(given)} for {len(sources)} outputs", "one per output, or None", "", line
             )
-        seeds = [None if g is None else self._own(g, "grad: grad_outputs", line) for g in given]
+        seeds = [None if g is None else own(self, g, "grad: grad_outputs", line) for g in given]
         with no_collection():
-            made = gradients(self, sources, targets, seeds, self._constants, line)
-        self.primals.update((grad.id, primal.id) for grad, primal in zip(made, targets, strict=True))
+            made = gradients(self, sources, targets, seeds, self.recording.constants, line)
+        self.recording.primals.update((grad.id, primal.id) for grad, primal in zip(made, targets, strict=True))
         return made if isinstance(wrt, (list, tuple)) else made[0]
 
     def stop_gradient(self, tensor: TensorView) -> TensorView:
         """Let no gradient pass through `tensor`, and return it; for one use of it alone, pass `fd.ops.set(tensor)`."""
-        self._constants.add(self._own(tensor, "stop_gradient", self._changing()).id)
+        self.recording.constants.add(own(self, tensor, "stop_gradient", self.recording.line_of_change()).id)
         return tensor
 
-    # what is done once ------------------------------------------------------------------------------------------
+    # run
+
+    def execute(
+        self, inputs: Sequence[Any], *, idle_ranks: bool = False, backend: str | None = None, cuda_graph: bool = False
+    ) -> list[Any]:  # fmt: skip
+        """Run on this process' rank, on shards.
+
+        `inputs` are this rank's shards of the input tensors (or DTensors), and scalars, in the order of their
+        definition. Returns this rank's shard of every output: DTensors if an input was one, None for an output on a
+        mesh that this rank is not part of.
+
+        idle_ranks: allow a mesh of fewer ranks than the job has. The others need not call this, and may run
+            definitions of their own meanwhile; where they do call it, they get None.
+        backend: what computes the segments between communications: "eager" (torch, op by op), "inductor", "nvfuser", or
+            "auto" (eager until compiling pays). None is MESHFUSE_BACKEND, else "auto".
+        cuda_graph: capture the step on a GPU at its first call, and replay it from then on. The program must take no
+            scalars and draw no random numbers.
+
+        Raises ArgumentError for arguments that do not fit, RankError where a peer fails or disagrees, RankTimeout where
+        one does not answer, and KernelError or OutOfMemoryError where torch cannot compute an op.
+        """
+        return self._execution.execute(inputs, (idle_ranks, backend, cuda_graph))
+
+    def simulate(
+        self, inputs: Sequence[Any], *, check_replicas: bool = False, check_streams: bool = False
+    ) -> list[torch.Tensor]:
+        """Run all ranks' programs in this process, on global tensors; returns the global outputs.
+
+        check_replicas: compare all replicas of each shard of the outputs; AssertionError where two differ.
+        check_streams: follow each rank's kernels and communications as a GPU would order them, by streams and events
+            alone; AssertionError where two of them use the same memory and nothing orders them.
+
+        Raises ArgumentError for arguments that do not fit.
+        """
+        return self._execution.simulate(inputs, check_replicas, check_streams)
+
+    def __call__(self, *inputs: Any) -> list[torch.Tensor]:
+        """Global tensors in and out, on the ranks that a launcher started; on simulated ones where it started none.
+
+        On real ranks every rank must pass the same tensors: the first call with new shapes compares them, and raises
+        RankError where they differ. Other errors are those of `execute`.
+        """
+        if World.current().size == 1:
+            return self.simulate(inputs)
+        return self._execution.on_launched_ranks(inputs)
+
+    def compile(self, *shapes: Sequence[int], scalars: Mapping[int, Any] | None = None) -> CompiledProgram:
+        """Compile for these global shapes, one per input tensor; without shapes, for the sizes in the definition.
+
+        `scalars` gives the values of scalar inputs that sizes depend on, by Val. Raises DefinitionError where a size is
+        left open, and at the user's line where an op cannot take the sizes.
+        """
+        return self._programs.compile(shapes, scalars, caller_line())
 
     def prepared(
         self, inputs: Any, *shapes: Sequence[int], gathered: bool = False
@@ -174,236 +359,78 @@ class FusionDefinition(PlannedDefinition):
         input.
         """
         line = caller_line()
-        given = [self._own(t, "prepared", line).id for t in _listed(inputs)]
+        given = [own(self, t, "prepared", line).id for t in _listed(inputs)]
         check_flags(line, gathered=gathered)
-        return prepared(self, given, shapes, self._like, gathered, line)
+        cut = prepared(self._programs, given, shapes, gathered, line)
+        first, rest = self._like(), self._like()
+        write_halves(self.recording, cut, first.recording, rest.recording)
+        return first, rest
 
     def _like(self) -> FusionDefinition:
         bounds = {"max_wire": self.max_wire, "max_memory": self.max_memory}
-        return FusionDefinition(self._seed.given, **bounds, search=self.effort.value)
+        return FusionDefinition(self.recording.seed, **bounds, search=self._programs.effort.value)
 
-    # running --------------------------------------------------------------------------------------------------
+    # ask
 
-    def execute(
-        self, inputs: Sequence[Any], *, idle_ranks: bool = False, backend: str | None = None, cuda_graph: bool = False
-    ) -> list[Any]:  # fmt: skip
-        """Run on this process' rank, on shards.
+    @property
+    def max_wire(self) -> float | None:
+        """The bytes that a rank may send; None for no bound."""
+        return self._programs.max_wire
 
-        `inputs` are this rank's shards of the input tensors (or DTensors), and scalars, in the order of their
-        definition. Returns this rank's shard of every output: DTensors if an input was one, None for an output on a
-        mesh that this rank is not part of.
+    @max_wire.setter
+    def max_wire(self, value: float | None) -> None:
+        self._programs.max_wire = value
 
-        idle_ranks: allow a mesh of fewer ranks than the job has. The others need not call this, and may run
-            definitions of their own meanwhile; where they do call it, they get None.
-        backend: what computes the segments between communications: "eager" (torch, op by op), "inductor", "nvfuser", or
-            "auto" (eager until compiling pays). None is MESHFUSE_BACKEND, else "auto".
-        cuda_graph: capture the step on a GPU at its first call, and replay it from then on. The program must take no
-            scalars and draw no random numbers.
+    @property
+    def max_memory(self) -> float | None:
+        """The bytes that a rank may hold; None for no bound."""
+        return self._programs.max_memory
 
-        Raises ArgumentError for arguments that do not fit, RankError where a peer fails or disagrees, RankTimeout where
-        one does not answer, and KernelError or OutOfMemoryError where torch cannot compute an op.
-        """
-        program, outputs, homes, step = None, None, None, self._steps["ranks"]
-        try:
-            options = (idle_ranks, backend, cuda_graph)
-            program = self._familiar.find(inputs, options)
-            if program is None:
-                program, inputs, homes = self._fitted(inputs, options)
-            object.__setattr__(self, "_latest", program)  # Past our own __setattr__, which takes a microsecond.
-            step = self._next_step("ranks")
-            outputs = program.run(inputs, self.random_state(program.device, step), step)
-            laid_out = self._laid_out(outputs)
-            return laid_out if homes is None else wrap_outputs(laid_out, homes)
-        except BaseException as error:
-            self._leave_off(program, step, outputs, error)
-            raise
+    @max_memory.setter
+    def max_memory(self, value: float | None) -> None:
+        self._programs.max_memory = value
 
-    def _fitted(self, inputs: Sequence[Any], options: Options) -> tuple[RankProgram, list[Any], Any]:
-        """The program for arguments that have not been checked yet.
+    def latest(self, shapes: Sequence[Sequence[int]] = ()) -> CompiledProgram:
+        """The program that ran or was compiled last, for these shapes if any are given; compiled if there is none."""
+        return self._programs.latest(shapes, caller_line())
 
-        Also the arguments in the form that it takes, and how its outputs become DTensors (None where they do not).
-        """
-        line, (idle_ranks, backend, cuda_graph) = caller_line(), options
-        World.current()  # What is wrong with the arguments of one rank its peers learn.
-        check_flags(line, idle_ranks=idle_ranks, cuda_graph=cuda_graph)
-        check_count(self, inputs, line)
-        name = requested(backend, line)
-        locals_, dtensors = local_parts(inputs), dtensors_of(self, inputs, line)
-        given = split_arguments(self, locals_, line)
-        key = self._key(given, idle_ranks, name, cuda_graph, *dtensors.items())
-        program = self._bound.get(key)
-        if program is None:
-            program = self._bound[key] = self._bind_rank(given, dtensors, idle_ranks, line, None, name, cuda_graph)
-        if not any(self.tensors[i].stride_order for i in given.tensors):
-            self._familiar.learn(inputs, options, program)
-        homes = output_homes(program.compiled, inputs, line) if dtensors else None
-        return program, given.in_order(self.inputs), homes
-
-    def _leave_off(self, program: RankProgram | None, step: int, outputs: Any, error: BaseException) -> None:
-        """Tell the world of an error at a step, outside of this rank's program: other ranks may not have met it.
-
-        An error about other ranks is known to all of them already; it gets the user's line if it has none.
-        """
-        if isinstance(error, RankError):
-            error.where = error.where or caller_line()
-        before = program is None or program.step <= step
-        if (before or outputs is not None) and not isinstance(error, RankError):
-            begins = f" that begins at {self.tensors[0].line}" if self.tensors else ""
-            when = "before" if before else "after"
-            where = f"step {step + 1} of the definition{begins}, {when} its program"
-            World.leave_off(where, lambda size: named_ranks(self, size), error)
-
-    def simulate(
-        self, inputs: Sequence[Any], *, check_replicas: bool = False, check_streams: bool = False
-    ) -> list[torch.Tensor]:
-        """Run all ranks' programs in this process, on global tensors; returns the global outputs.
-
-        check_replicas: compare all replicas of each shard of the outputs; AssertionError where two differ.
-        check_streams: follow each rank's kernels and communications as a GPU would order them, by streams and events
-            alone; AssertionError where two of them use the same memory and nothing orders them.
-
-        Raises ArgumentError for arguments that do not fit.
-        """
+    def explain(self, tensor: TensorView | None = None, *shapes: Sequence[int]) -> str:
+        """Why a tensor is sharded as it is, and what is communicated for it; without a tensor a table of them all."""
         line = caller_line()
-        check_flags(line, check_replicas=check_replicas, check_streams=check_streams)
-        given = split_arguments(self, inputs, line)
-        if check_replicas:
-            check_numbers(self, given, "check_replicas", line)
-        name = requested(None, line)
-        key = self._key(given, name, check_streams)
-        if key not in self._simulated:
-            compiled = self._compile(given, check_global_shapes(self, given, line), DeviceMesh([0]), line)
-            programs = [compiled.host_program(rank) for rank in compiled.ranks]
-            compiled.verify()
-            simulation = Simulation(programs, given.device, compiled.segmented, name, check_streams)
-            self._simulated[key] = SimulatedProgram(compiled, simulation)
-        made = self._latest = self._simulated[key]
-        with torch.no_grad():
-            arguments = made.arguments(self, given)
-            return self._laid_out(
-                made.run(arguments, self._seed.of(self), self._next_step("simulated"), check_replicas)
-            )
+        if tensor is None:
+            return explain_all(self.latest(shapes))
+        return explain_tensor(self.latest(shapes), own(self, tensor, "explain", line).id)
 
-    def __call__(self, *inputs: Any) -> list[torch.Tensor]:
-        """Global tensors in and out, on the ranks that a launcher started; on simulated ones where it started none.
+    def bill(self, *shapes: Sequence[int], alternatives: bool = False) -> Bill:
+        """The bytes that each rank sends, and their modelled seconds, by collective, mesh axis and source line.
 
-        On real ranks every rank must pass the same tensors: the first call with new shapes compares them, and raises
-        RankError where they differ. Other errors are those of `execute`.
+        With `alternatives` each collective also has its runner-up: the best plan in which one of the annotations behind
+        it is another one. That takes as long as some compilations; `print(bill.details())` shows them.
         """
-        world = World.current()
-        if world.size == 1:
-            return self.simulate(inputs)
-        program, outputs, step = None, None, self._steps["ranks"]
-        try:
-            program, args = self._fitted_whole(inputs, world)
-            object.__setattr__(self, "_latest", program)  # Past our own __setattr__, which takes a microsecond.
-            step = self._next_step("ranks")
-            outputs = program.run(args, self.random_state(program.device, step), step, whole=True)
-            return self._laid_out(outputs)
-        except BaseException as error:
-            self._leave_off(program, step, outputs, error)
-            raise
+        check_flags(caller_line(), alternatives=alternatives)
+        return bill_of(self.latest(shapes), alternatives)
 
-    def _fitted_whole(self, inputs: Sequence[Any], world: World) -> tuple[RankProgram, list[Any]]:
-        """The program for global tensors, and this rank's parts of them."""
-        line = caller_line()
-        given = split_arguments(self, inputs, line)
-        shapes = check_global_shapes(self, given, line)
-        shardings = self._input_shardings(shapes)
-        values = zip(self.inputs, given.in_order(self.inputs), strict=True)
-        with torch.no_grad():
-            args = [self._local(ref, value, shardings, world.rank) for ref, value in values]
-        key = (self._key(given), "global")
-        if key not in self._bound:
-            program = self._bind_rank(given, {}, False, line, whole=shapes)
-            check_same_arguments(self, given, world)
-            self._bound[key] = program
-        return self._bound[key], args
+    def memory(self, *shapes: Sequence[int]) -> Memory:
+        """The most bytes that a rank holds at once, as modelled, and in what; `print(fd.memory())` shows it."""
+        return modelled_memory(self.latest(shapes))
 
-    def _local(self, ref: Any, value: Any, shardings: Mapping[int, Sharding], rank: int) -> Any:
-        if not isinstance(ref, TensorRef) or ref.id not in shardings or rank not in shardings[ref.id].mesh:
-            return value
-        return shard(value, shardings[ref.id], rank)
+    def host_program(self, rank: int, *shapes: Sequence[int]) -> HostProgram:
+        """The program of a rank for the latest (or the given) global shapes, one per input tensor.
 
-    def _input_shardings(self, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Sharding]:
-        annotated = self.annotations
-        return {i: annotated[i].sharding(self.tensors[i].name, shape).placement(shape)
-                for i, shape in shapes.items() if i in annotated}  # fmt: skip
-
-    def _laid_out(self, outputs: list[Any]) -> list[Any]:
-        """The outputs with the strides that allocation domains and stride_order ask for."""
-        if self._orders is None:
-            self._orders = self.output_orders()
-            self._ordered = any(order is not None for order in self._orders)
-        if not self._ordered:
-            return outputs
-        return [
-            out if order is None or out is None else in_stride_order(out, list(order))
-            for out, order in zip(outputs, self._orders, strict=True)
-        ]
-
-    def random_state(self, device: torch.device, step: int) -> tuple[int, int]:
-        """The seed and the offset by which step number `step` on this device draws random numbers."""
-        return self._seed.of(self), step
-
-    def _next_step(self, where: str) -> int:
-        step = self._steps[where]
-        self._steps[where] = step + 1
-        return step
-
-    def _key(self, given: Inputs, *more: Any) -> Any:
-        sizes = tuple(given.scalars[i] for i in sorted(self.sized_by()))
-        return (tuple(t.shape for t in given.tensors.values()), sizes, given.device, more)
-
-    def _bind_rank(
-        self,
-        given: Inputs,
-        known: Mapping[int, GivenDTensor],
-        idle_ranks: bool,
-        line: SourceLine,
-        whole: Mapping[int, tuple[int, ...]] | None = None,
-        backend: str | None = None,
-        cuda_graph: bool = False,
-    ) -> RankProgram:
-        """The program for these arguments, compiled and bound to this rank.
-
-        `known` is what DTensors tell. The shapes of plain shards are completed from the ranks' local shapes; `whole`
-        are the global shapes, if the arguments were whole.
+        Its text says what computes each kernel, and why, once the rank has bound the program. Raises DefinitionError
+        for a rank that the program does not have.
         """
-        world = World.current()
-        check_world(self, world.size, idle_ranks, line)
-        if world.size > 1:
-            check_numbers(self, given, "on several ranks", line)
-        cut = {i: found.cut for i, found in known.items() if found.cut is not None}
-        told = {i: found.shape for i, found in known.items()}
-        shapes = global_shapes(self, given, world.rank, told, cut, line) if whole is None else dict(whole)
-        mesh = DeviceMesh(list(range(world.size)))
-        sizes = Inputs({}, given.scalars, given.device, tuple(cut.items()) if known else None)
-        near = nearness(line)
-        # Whole arguments are compared, numbers among them, once the program has been.
-        source = "\n".join([repr(self), *self._settings(near), *([] if whole is not None else scalar_lines(given))])
-        named = named_ranks(self, world.size)
-        compiled = self._compile(sizes, shapes, mesh, line, near)
+        compiled = self.latest(shapes)
+        program = compiled.host_program(rank)
+        for segments in self._execution.segments_of(compiled):
+            if segments.rank == program.rank:
+                notes = tuple((name, f"{c.backend}: {c.why}") for name, c in segments.chosen.items())
+                program = replace(program, notes=notes)
+        return program
 
-        def renewed() -> CompiledProgram:
-            return self._renewed(compiled, sizes, shapes, mesh)
-
-        def captured(program: HostProgram, main: Any) -> Captured:
-            check_capturable(program, sizes, line)
-            groups = [world.group(ranks) for ranks in program.groups if world.rank in ranks]
-            return Captured(main, lambda: check_groups(groups, line), watched(world, groups))
-
-        capture = captured if cuda_graph else None
-        made = RankProgram(compiled, world, given.device, source, requested(backend, line), named, renewed, capture)
-        self._seed.agree(self, world)
-        return made
-
-    def _settings(self, near: float) -> list[str]:
-        """A line of text for each setting that plans depend on, to compare over ranks."""
-        return [
-            f"search={self.effort.value!r} (its own, or MESHFUSE_SEARCH)", f"MESHFUSE_NEAR={near:g}",
-            f"max_memory={self.max_memory} (its own, or MESHFUSE_MAX_MEMORY)",
-        ]  # fmt: skip
+    def output_shardings(self, *shapes: Sequence[int]) -> list[Sharding]:
+        """The sharding of every output, in the order of the outputs."""
+        return self.latest(shapes).output_shardings()
 
     def backends(self, *shapes: Sequence[int]) -> str:
         """A table of what computes each segment, and why, for the latest (or the given) shapes.
@@ -412,30 +439,35 @@ class FusionDefinition(PlannedDefinition):
         tensors on the CPU.
         """
         compiled = self.latest(shapes)
-        bound = self._segments_of(compiled)
+        bound = self._execution.segments_of(compiled)
         if bound:
             return backends_table(compiled, bound[-1].chosen)
         chosen = assigned(compiled.segmented, requested(None, caller_line()), torch.device("cpu")).chosen
         return backends_table(compiled, {f"segment_{number}": what for number, what in chosen.items()})
 
-    def host_program(self, rank: int, *shapes: Sequence[int]) -> HostProgram:
-        """The program of a rank for the latest (or the given) global shapes, one per input tensor.
+    # what a subclass for another front end does otherwise: nvfuser_direct.FusionDefinition
 
-        Its text says what computes each kernel, and why, once the rank has bound the program. Raises DefinitionError
-        for a rank that the program does not have.
-        """
-        program = super().host_program(rank, *shapes)
-        for segments in self._segments_of(self.latest(shapes)):
-            if segments.rank == program.rank:
-                notes = tuple((name, f"{c.backend}: {c.why}") for name, c in segments.chosen.items())
-                program = replace(program, notes=notes)
-        return program
+    def _apply(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], line: SourceLine) -> Any:
+        """Apply an op to arguments as a script passes them."""
+        return calls.apply(self, op, args, kwargs, line)
 
-    def _segments_of(self, compiled: CompiledProgram) -> list[Segments]:
-        """What runs a program's segments: on simulated ranks that compile them, and on this process' rank."""
-        simulated = [made.simulation.segments for made in self._simulated.values() if made.compiled is compiled]
-        bound = [program for program in self._bound.values() if program.compiled is compiled and program.active]
-        return [*itertools.chain(*simulated), *(program.segments for program in bound)]
+    def _expression(self, node: OpNode) -> Any:
+        """An op as `tensor.definition()` and `tensor.uses()` return it."""
+        return node
+
+    def _complete(self) -> None:
+        """Write what is missing, before the definition is compiled or its arguments are checked."""
+
+    def _before_compiling(self, shapes: Shapes, scalars: Mapping[int, Any]) -> None:
+        """Annotate what is missing, before the first program is compiled."""
+
+    def _output_orders(self) -> list[tuple[int, ...] | None]:
+        """For every output the stride order that it is returned in; None for row-major."""
+        return self.recording.output_orders()
+
+    def _random_state(self, device: torch.device, step: int) -> tuple[int, int]:
+        """The seed and the offset by which step number `step` on this device draws random numbers."""
+        return self._execution.seed.value(), step
 
 
 def _listed(tensors: Any) -> Sequence[Any]:

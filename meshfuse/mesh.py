@@ -169,6 +169,10 @@ class DeviceMesh:
         """The number of axes."""
         return len(self.shape)
 
+    def plain(self) -> DeviceMesh:
+        """The mesh in meshfuse's own form; a front end may have another."""
+        return self
+
     def axis_size(self, name: str) -> int:
         """How many ranks there are along an axis. Raises DefinitionError for a name that the mesh does not have."""
         try:

@@ -34,7 +34,10 @@ def defined(shapes: Sequence[Sequence[int]], body: Body, notes: Body) -> mf.Fusi
 def check(fd: mf.FusionDefinition, reference: Callable[..., Any]) -> None:
     """All replicas of all outputs are what torch makes of the whole tensors."""
     made = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(fd.tensors[ref.id].type.shape, generator=made, dtype=torch.float64) for ref in fd.inputs]
+    inputs = [
+        torch.randn(fd.recording.tensors[ref.id].type.shape, generator=made, dtype=torch.float64)
+        for ref in fd.recording.inputs
+    ]
     expected = reference(*inputs)
     assert_same_as_unsharded(fd, inputs, expected if isinstance(expected, tuple) else (expected,))
 

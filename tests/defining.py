@@ -18,26 +18,28 @@ from meshfuse.planner.shape_reuse import Plans
 
 def graph_of(fd: mf.FusionDefinition) -> Graph:
     """Its graph at the sizes that it was defined with."""
-    return specialize(fd, {i: fd.tensors[i].type.shape for i in fd.input_tensors()}, {})
+    return specialize(fd.recording, {i: fd.recording.tensors[i].type.shape for i in fd.recording.input_tensors()}, {})
 
 
 def taken_over(fd: mf.FusionDefinition, other: mf.FusionDefinition) -> CompiledProgram | None:
     """`fd` compiled with the plan of `other`, the same program of other sizes; None where that plan does not fit."""
     plans, world = Plans(), mf.DeviceMesh([0])
-    sizes, others = ({i: tuple(d.tensors[i].type.shape) for i in d.input_tensors()} for d in (fd, other))
-    plans.keep(_graph(other, others, {}), world, other.compile().planned)
-    taken = plans.near(_graph(fd, sizes, {}), world, math.inf)
+    sizes, others = (
+        {i: tuple(d.tensors[i].type.shape) for i in d.input_tensors()} for d in (fd.recording, other.recording)
+    )
+    plans.keep(_graph(other.recording, others, {}), world, other.compile().planned)
+    taken = plans.near(_graph(fd.recording, sizes, {}), world, math.inf)
     if taken is None:
         return None
-    key = fd._program_key(Inputs({}, {}, torch.device("cpu")), sizes, world)
-    fd._compiled[key] = compile_sharded(taken.plan, taken_from=taken.source)
-    return fd._compiled[key]
+    key = fd._programs.key(Inputs({}, {}, torch.device("cpu")), sizes, world)
+    fd._programs.compiled[key] = compile_sharded(taken.plan, taken_from=taken.source)
+    return fd._programs.compiled[key]
 
 
 def random_inputs(fd: mf.FusionDefinition) -> list[torch.Tensor]:
     """The same normal numbers at each call, in single precision."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(fd.tensors[i].type.shape, generator=generator) for i in fd.input_tensors()]
+    return [torch.randn(fd.recording.tensors[i].type.shape, generator=generator) for i in fd.recording.input_tensors()]
 
 
 def collectives(fd: mf.FusionDefinition, rank: int = 0) -> list[Collective]:

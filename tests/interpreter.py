@@ -46,14 +46,16 @@ _FUNCTIONS = {**REFERENCES, "cast": _cast, "sdpfa_fwd": _sdpfa, "scatter": _scat
 
 def has_reference(fd: mf.FusionDefinition) -> bool:
     """Whether every op has one, and no number is of less than single precision: those follow the op's own rounding."""
-    low = any(t.type.dtype.category is Category.FLOAT and t.type.dtype.itemsize < 4 for t in fd.tensors)
-    drawn = any(node.args[node.op.places["dropout_p"]] for node in fd.nodes if "dropout_p" in node.op.places)
-    return not low and not drawn and all(node.op.name in _FUNCTIONS and _follows(fd, node) for node in fd.nodes)
+    low = any(t.type.dtype.category is Category.FLOAT and t.type.dtype.itemsize < 4 for t in fd.recording.tensors)
+    drawn = any(node.args[node.op.places["dropout_p"]] for node in fd.recording.nodes if "dropout_p" in node.op.places)
+    return (
+        not low and not drawn and all(node.op.name in _FUNCTIONS and _follows(fd, node) for node in fd.recording.nodes)
+    )
 
 
 def _follows(fd: mf.FusionDefinition, node: Any) -> bool:
     """Whether gradients of a ring are given what its own forward pass made, which their reference works out anew."""
-    made = {out: other for other in fd.nodes for out in other.outputs}
+    made = {out: other for other in fd.recording.nodes for out in other.outputs}
     given = [made.get(i) for i in node.inputs[4:6]]
     return node.op.name != "ring_attention_bwd" or all(n is not None and n.op.name == "ring_attention" for n in given)
 
@@ -64,7 +66,7 @@ def interpret(
 ) -> list[torch.Tensor]:  # fmt: skip
     """The outputs of a definition; or these tensors, which the first so many ops make."""
     tensors = interpreted(fd, inputs, ops, as_type)
-    return [tensors[i] for i in (fd.outputs if outputs is None else outputs)]
+    return [tensors[i] for i in (fd.recording.outputs if outputs is None else outputs)]
 
 
 def interpreted(
@@ -74,19 +76,19 @@ def interpreted(
     """All tensors that the first so many ops make, by number, each as `as_type` has it."""
     tensors: dict[int, torch.Tensor] = {}
     scalars: dict[int, Any] = {}
-    for ref, value in zip(fd.inputs, inputs, strict=True):
+    for ref, value in zip(fd.recording.inputs, inputs, strict=True):
         if isinstance(ref, TensorRef):
-            tensors[ref.id] = as_type(value, fd.tensors[ref.id].type.dtype)
+            tensors[ref.id] = as_type(value, fd.recording.tensors[ref.id].type.dtype)
         else:
             scalars[ref.id] = value
-    for node in fd.nodes[:ops]:
+    for node in fd.recording.nodes[:ops]:
         args = [_value(fd, arg, tensors, scalars) for arg in node.args]
         numbers = [param.kind is ParamKind.TENSOR_OR_SCALAR for param in node.op.params]
         results = _FUNCTIONS[node.op.name](*map(_operand, args, numbers))
         for i, result in zip(node.outputs, results if len(node.outputs) > 1 else (results,), strict=True):
             if result is not None:  # attention's random state
-                tensors[i] = as_type(result, fd.tensors[i].type.dtype)
-                wanted = fd.tensors[i].type.shape
+                tensors[i] = as_type(result, fd.recording.tensors[i].type.dtype)
+                wanted = fd.recording.tensors[i].type.shape
                 assert all(n in (m, -1) for m, n in zip(tensors[i].shape, wanted, strict=True)), node
     return tensors
 
@@ -95,7 +97,7 @@ def _value(fd: mf.FusionDefinition, arg: Any, tensors: Mapping[int, torch.Tensor
     if isinstance(arg, TensorRef):
         return tensors[arg.id]
     if isinstance(arg, ScalarRef):
-        return evaluate(arg, fd.scalars, scalars, lambda ref, dim: tensors[ref.id].shape[dim])
+        return evaluate(arg, fd.recording.scalars, scalars, lambda ref, dim: tensors[ref.id].shape[dim])
     if isinstance(arg, tuple):
         return [_value(fd, one, tensors, scalars) for one in arg]
     return arg

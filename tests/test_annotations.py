@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 import meshfuse as mf
-import meshfuse.planned_definition as module
+import meshfuse.programs as module
 from meshfuse import DataType, ParallelType
 from meshfuse.sharding.layout import Split
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
@@ -284,14 +284,14 @@ def test_define_tensor_in_both_forms_and_from_pytorch() -> None:
     plain = fd.define_tensor(shape=[-1, 8, 1], contiguity=[True, True, None], dtype=DataType.Half, is_cpu=False)
     assert plain.type == ((-1, 8, 1), DataType.Half)
     by_sizes = fd.define_tensor(sizes=[5, 8, 1], strides=[8, 1, 1], dtype=DataType.Float)
-    assert by_sizes.type.shape == (-1, -1, 1) and fd.tensors[by_sizes.id].stride_order is None
+    assert by_sizes.type.shape == (-1, -1, 1) and fd.recording.tensors[by_sizes.id].stride_order is None
     transposed = fd.define_tensor([4, 8], [1, 4])
-    assert transposed.type.shape == (-1, -1) and fd.tensors[transposed.id].stride_order == (0, 1)
+    assert transposed.type.shape == (-1, -1) and fd.recording.tensors[transposed.id].stride_order == (0, 1)
     static = fd.define_tensor(sizes=[4, 8], strides=[8, 1], static_sizes=True)
     assert static.type.shape == (4, 8)
     example = fd.from_pytorch(torch.zeros(3, 1, 5, dtype=torch.bfloat16).transpose(0, 2))
     assert example.type == ((-1, 1, -1), DataType.BFloat16)
-    assert fd.tensors[example.id].stride_order == (0, 2, 1)
+    assert fd.recording.tensors[example.id].stride_order == (0, 2, 1)
     assert fd.from_pytorch(torch.zeros(3, 5), static_sizes=True).type.shape == (3, 5)
 
 
@@ -433,4 +433,4 @@ def test_the_text_of_definitions_reads_well() -> None:
     assert repr(x) == "TensorView(t0: Float[?, 4])"
     assert x.label == "x (t0)"
     assert [str(axis) for axis in x.get_loop_domain()] == ["ideviceIdx.x0{2}", "iS1{?}", "iS2{4}"]
-    assert os.path.basename(__file__) == str(fd.tensors[0].line).split(":")[0]
+    assert os.path.basename(__file__) == str(fd.recording.tensors[0].line).split(":")[0]

@@ -330,7 +330,7 @@ def test_what_one_backend_cannot_compile_another_does(monkeypatch):
         monkeypatch.setitem(assignment.MAKERS, "inductor", lambda: second("inductor"))
         fd = chain(2, 4)
         assert torch.equal(fd.simulate([x])[0], x.relu())
-        (made,) = fd._simulated.values()
+        (made,) = fd._execution.simulated.values()
         return backends_table(made.compiled, made.simulation.segments[0].chosen).splitlines()[1]
 
     monkeypatch.setenv("MESHFUSE_BACKEND", "nvfuser")  # Simulated ranks are not compiled for "auto".
@@ -419,7 +419,7 @@ def test_what_a_backend_cannot_compile_is_left_to_torch(monkeypatch):
     fd, x = chain(2, 4), torch.randn(4, 4)
     (found,) = fd.simulate([x])
     assert torch.equal(found, x.relu())
-    (made,) = fd._simulated.values()
+    (made,) = fd._execution.simulated.values()
     for each in made.simulation.segments:
         (chosen,) = each.chosen.values()
         assert chosen.backend == "eager" and chosen.why.startswith("nvfuser: ")
@@ -436,7 +436,7 @@ def test_simulated_ranks_run_compiled_segments(monkeypatch):
     whole = torch.randn(3, 8)
     (found,) = fd.simulate([whole])
     torch.testing.assert_close(found, torch.softmax(whole * 2.0, 0))
-    (made,) = fd._simulated.values()
+    (made,) = fd._execution.simulated.values()
     chosen = [c for segments in made.simulation.segments for c in segments.chosen.values()]
     assert chosen and all((c.backend, c.why) == ("inductor", "compiled") for c in chosen)
 

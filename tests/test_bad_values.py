@@ -98,8 +98,6 @@ CALLS: dict[str, tuple[Callable[[Fd, View, View], list[Any]], Callable[..., Any]
     "compile": (
         lambda fd, x, y: [[4, 6], None], lambda fd, x, y, shape, scalars: fd.compile(shape, scalars=scalars),
     ),
-    "annotation": (lambda fd, x, y: [x], lambda fd, x, y, *a: fd.annotation(*a)),
-    "is_annotated": (lambda fd, x, y: [x], lambda fd, x, y, *a: fd.is_annotated(*a)),
     "host_program": (lambda fd, x, y: [0, [4, 6]], lambda fd, x, y, *a: fd.host_program(*a)),
     "explain": (lambda fd, x, y: [y, [4, 6]], lambda fd, x, y, *a: fd.explain(*a)),
     "max_memory": (

@@ -99,7 +99,7 @@ def in_zigzag(x: torch.Tensor, ring: int) -> torch.Tensor:
 
 def inputs_of(fd: mf.FusionDefinition) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    types = [fd.tensors[ref.id].type for ref in fd.inputs]
+    types = [fd.recording.tensors[ref.id].type for ref in fd.recording.inputs]
     return [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(getattr(torch, t.dtype.value))
             for t in types]  # fmt: skip
 
@@ -156,7 +156,7 @@ def test_attention_in_a_ring_and_its_gradients_are_torch_s(name: str, mode: str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("Float", 2e-5), ("BFloat16", 3e-2), ("Half", 4e-3)])
 def test_every_type_of_numbers(dtype: str, tolerance: float, mode: str) -> None:
     ring = defined(PLACES["ring of 4"], mode, mf.DataType[dtype])
-    kinds = [ring.fd.tensors[i].type.dtype.name for i in ring.fd.outputs]
+    kinds = [ring.fd.recording.tensors[i].type.dtype.name for i in ring.fd.recording.outputs]
     assert kinds == [dtype, "Float", dtype, dtype, dtype]
     assert_right(ring, mode, tolerance)
 

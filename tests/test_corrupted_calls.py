@@ -73,8 +73,8 @@ def defined(name: str, sample: Sample, sharded: bool) -> mf.FusionDefinition:
 def tensors_of(fd: mf.FusionDefinition, sample: Sample) -> list[torch.Tensor] | None:
     """Arguments for the definition; None where they or its results would be large, or torch has none of the kind."""
     made = torch.Generator().manual_seed(0)
-    types = [fd.tensors[t.ref.id].type for t in fd.fusion.inputs()]
-    results = [fd.tensors[i].type for i in fd.outputs]
+    types = [fd.recording.tensors[t.ref.id].type for t in fd.fusion.inputs()]
+    results = [fd.recording.tensors[i].type for i in fd.recording.outputs]
     packed = any(t.dtype is DataType.Float4_e2m1fn for t in (*types, *results))
     if packed or any(t.numel > 2**20 for t in (*types, *results)):
         return None
@@ -103,8 +103,8 @@ def test_a_wrong_argument_is_refused_or_means_the_same_on_every_mesh(name: str) 
         if made is None or whole is None:
             continue
         (fd, found), (_, expected) = made, whole
-        for a, b, i in zip(found, expected, fd.outputs, strict=False):
-            kind = fd.tensors[i].type
+        for a, b, i in zip(found, expected, fd.recording.outputs, strict=False):
+            kind = fd.recording.tensors[i].type
             assert (tuple(a.shape), str(a.dtype)) == (kind.shape, f"torch.{kind.dtype.value}"), said
             if name not in references.RANDOM and a.dtype != torch.uint64:
                 torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3, equal_nan=True, msg=said)

@@ -136,7 +136,7 @@ def test_the_table() -> None:
     table = made.fd.explain().splitlines()
     assert table[0] == "on DeviceMesh((2, 4), ('dp', 'tp'))"
     assert table[1].split() == ["tensor", "type", "sharding", "why", "line"]
-    assert len(table) == 2 + len(made.fd.tensors)
+    assert len(table) == 2 + len(made.fd.recording.tensors)
     rows = {line.split()[0]: line for line in table[2:]}
     assert "dp from x (t0), tp from w2 (t2)" in rows["y"]
     assert "annotated at" in rows["x"]

@@ -93,8 +93,8 @@ def test_gradients_lie_as_what_they_are_the_gradients_of(annotated: bool) -> Non
     told = f"laid out as w (t1), whose gradient it is, {f'annotated at {line}' if annotated else 'never annotated'}"
     found = lines(fd.explain(gradient))
     assert told in found and not any(text.startswith("annotated so at") for text in found)
-    reduction = next(e for e in fd.bill().entries if e.tensor == fd.tensors[gradient.id].label)
-    assert reduction.why == "output" and reduction.line == str(fd.tensors[gradient.id].line)
+    reduction = next(e for e in fd.bill().entries if e.tensor == fd.recording.tensors[gradient.id].label)
+    assert reduction.why == "output" and reduction.line == str(fd.recording.tensors[gradient.id].line)
     assert any(text.endswith(told) for text in reduction.needed_by)
 
 
@@ -141,7 +141,7 @@ def repeated() -> tuple[mf.FusionDefinition, mf.TensorView]:
 
 def test_an_alternative_that_follows_the_same_operand_says_what_else_is_different() -> None:
     fd, _ = repeated()
-    told = [pair for i in range(len(fd.tensors)) for pair in alternatives(explain_tensor(fd.compile(), i))]
+    told = [pair for i in range(len(fd.recording.tensors)) for pair in alternatives(explain_tensor(fd.compile(), i))]
     assert told and all(taken != other for taken, other in told)
 
 

@@ -106,7 +106,7 @@ def wire(plan: ShardedDefinition) -> float:
 def check(fd: Fd) -> None:
     """The same numbers as torch's: of inputs so small that they do not grow from layer to layer."""
     generator = torch.Generator().manual_seed(0)
-    types = [fd.tensors[i].type for i in fd.input_tensors()]
+    types = [fd.recording.tensors[i].type for i in fd.recording.input_tensors()]
     inputs = [torch.randn(t.shape, generator=generator).to(getattr(torch, t.dtype.value)) / 8 for t in types]
     assert has_reference(fd)
     assert_same_as_unsharded(fd, inputs, interpret(fd, inputs))
@@ -439,7 +439,7 @@ def test_layers_of_long_programs_have_rows_in_groups_of_ranks_as_short_ones_do(a
 def test_numbers_of_few_layers_that_are_searched(name: str) -> None:
     layer, mesh, rows = FEW_LAYERS[name]
     fd = stacked([layer] * 5, mesh, rows, (4, 8, WIDTH))
-    assert len(fd.nodes) > MOST
+    assert len(fd.recording.nodes) > MOST
     check(fd)
 
 

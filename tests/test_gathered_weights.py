@@ -92,7 +92,7 @@ class Stack:
 @pytest.mark.parametrize("layers, batch, width", [(8, 64, 256), (8, 128, 2048), (24, 128, 2048)])
 def test_weights_are_gathered_where_rows_outgrow_them(layers: int, batch: int, width: int) -> None:
     stack = Stack(layers, batch, 512, width)
-    assert len(stack.fd.nodes) > MOST
+    assert len(stack.fd.recording.nodes) > MOST
     assert stack.fd.bill().total <= 1.02 * stack.gathered
 
 
@@ -113,8 +113,8 @@ def in_torch(x: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]
 def test_numbers_of_a_program_whose_weights_are_gathered() -> None:
     stack = Stack(8, 16, 64, 16, mf.DataType.Double)
     torch.manual_seed(0)
-    x, *weights = (torch.randn(stack.fd.tensors[i].type.shape, dtype=torch.float64) / 4
-                   for i in stack.fd.input_tensors())  # fmt: skip
+    x, *weights = (torch.randn(stack.fd.recording.tensors[i].type.shape, dtype=torch.float64) / 4
+                   for i in stack.fd.recording.input_tensors())  # fmt: skip
     found = [made.detach() for made in in_torch(x, [w.requires_grad_() for w in weights])]
     assert_same_as_unsharded(stack.fd, [x, *(w.detach() for w in weights)], found)
 

@@ -61,7 +61,10 @@ def test_gradients_have_the_type_of_their_primal_and_are_summed_in_single_precis
     parts = [fd.ops.matmul(x, w) for _ in range(3)]
     grads = fd.grad(fd.ops.add(fd.ops.add(parts[0], fd.ops.tanh(parts[1])), parts[2]), [x, w])
     assert [g.dtype for g in grads] == [DataType.BFloat16] * 2
-    assert any(n.op.name == "add" and fd.tensors[n.outputs[0]].type.dtype is DataType.Float for n in fd.nodes[-8:])
+    assert any(
+        n.op.name == "add" and fd.recording.tensors[n.outputs[0]].type.dtype is DataType.Float
+        for n in fd.recording.nodes[-8:]
+    )
     for grad in grads:
         fd.add_output(grad)
     a, b = (torch.randn(*shape).bfloat16() for shape in ((4, 8), (8, 8)))
@@ -83,7 +86,7 @@ def test_attention_without_a_bias_uses_its_own_backward_and_keeps_dropped_what_w
     fd, qkv = _defined(*[[1, 2, 6, 4]] * 3)
     out = fd.ops.sdpfa_fwd(*qkv, dropout_p=0.5)[0]
     grad = fd.grad(out, qkv[2])
-    assert [n.op.name for n in fd.nodes if n.op.name.startswith("sdpfa")] == ["sdpfa_fwd", "sdpfa_bwd"]
+    assert [n.op.name for n in fd.recording.nodes if n.op.name.startswith("sdpfa")] == ["sdpfa_fwd", "sdpfa_bwd"]
     for t in (out, grad):
         fd.add_output(t)
     v = torch.randn(1, 2, 6, 4)
@@ -97,8 +100,8 @@ def test_the_lines_of_a_backward_are_those_of_its_forward() -> None:
     fd, (x, w) = _defined([4, 8], [8, 8])
     y = fd.ops.matmul(x, w)
     fd.grad(y, w)
-    line = fd.nodes[-1].line
-    assert (line.line, line.text) == (fd.nodes[0].line.line, "gradient of: y = fd.ops.matmul(x, w)")
+    line = fd.recording.nodes[-1].line
+    assert (line.line, line.text) == (fd.recording.nodes[0].line.line, "gradient of: y = fd.ops.matmul(x, w)")
 
 
 # what is refused
@@ -175,11 +178,13 @@ def test_a_gradient_that_was_widened_is_narrowed_to_what_it_was() -> None:
         out = fd.ops.cast(fd.ops.tanh(total), DataType.BFloat16)
         for grad in fd.grad(fd.ops.sum(fd.ops.mul(out, out)), [x, y, w]):
             fd.add_output(grad)
-    makers = {i: node for node in fd.nodes for i in node.outputs}
-    for node in (node for node in fd.nodes if node.op.name == "cast"):
+    makers = {i: node for node in fd.recording.nodes for i in node.outputs}
+    for node in (node for node in fd.recording.nodes if node.op.name == "cast"):
         before = makers.get(node.inputs[0])
         if before is not None and before.op.name == "cast":
-            first, middle, last = (fd.tensors[i].type.dtype for i in (*before.inputs, *node.inputs, *node.outputs))
+            first, middle, last = (
+                fd.recording.tensors[i].type.dtype for i in (*before.inputs, *node.inputs, *node.outputs)
+            )
             assert not (first is last and first.itemsize < middle.itemsize)
     inputs = [torch.randn(4, 4, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3)]
     a, b, c = leaves = [t.double().requires_grad_() for t in inputs]

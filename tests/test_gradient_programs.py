@@ -232,7 +232,7 @@ def test_a_gradient_that_is_an_output_lies_as_its_primal(weight: Any, grad: Any,
 
 def test_a_gradient_of_an_input_that_may_lie_on_either_of_two_meshes_is_free() -> None:
     fd = _data_parallel(None, other=mf.DeviceMesh((2,), ("pp",)))
-    assert list(fd.annotations) == [0, 2]
+    assert list(fd.recording.annotations) == [0, 2]
 
 
 def test_tensor_parallel_backward_is_one_all_reduce() -> None:
@@ -316,7 +316,7 @@ def test_gradients_of_several_readers_are_added_before_they_are_reduced() -> Non
 
 def test_slices_that_make_up_a_tensor_are_joined() -> None:
     fd, _, _ = _program("fused projection")
-    names = [node.op.name for node in fd.nodes]
+    names = [node.op.name for node in fd.recording.nodes]
     assert "pad" not in names and names.count("cat") == 1
 
 

@@ -19,7 +19,7 @@ def scaled(by: Any) -> mf.FusionDefinition:
 
 
 def calls_of(fd: mf.FusionDefinition) -> list[Any]:
-    return [(node.call, node.rule) for node in specialize(fd, {0: (4, 6)}, {}).nodes]
+    return [(node.call, node.rule) for node in specialize(fd.recording, {0: (4, 6)}, {}).nodes]
 
 
 def test_equal_calls_of_two_definitions_are_one() -> None:

@@ -83,7 +83,7 @@ def test_reports_do_as_much_for_an_op_of_many_layers(name: str) -> None:
     def work(layers: int) -> float:
         fd = stack(layers)
         fd.compile()
-        return calls(lambda: REPORTS[name](fd)) / len(fd.nodes)
+        return calls(lambda: REPORTS[name](fd)) / len(fd.recording.nodes)
 
     work(2)
     assert work(24) <= 1.15 * work(6)

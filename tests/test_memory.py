@@ -308,7 +308,7 @@ def test_whatever_is_dropped_the_numbers_are_right():
     def check(fd: mf.FusionDefinition) -> None:
         plain = fd.compile(*shapes_for(fd)).resharded
         fd.max_memory = 0.0
-        fd._compiled.clear()
+        fd._programs.compiled.clear()
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             patch.setattr(compiler, "rematerialize_gathers", lambda resharded, _: again(resharded))
             warnings.simplefilter("ignore", mf.PlanWarning)

@@ -36,12 +36,12 @@ def no_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def compiled(fd: mf.FusionDefinition, shapes: Sequence[Sequence[int]] | None = None) -> CompiledProgram:
     """The program of an execution with inputs of these shapes, which `fd.simulate` then runs."""
-    tensors = fd.input_tensors()
-    given = [fd.tensors[i].type.shape for i in tensors] if shapes is None else shapes
+    tensors = fd.recording.input_tensors()
+    given = [fd.recording.tensors[i].type.shape for i in tensors] if shapes is None else shapes
     sizes = {i: tuple(shape) for i, shape in zip(tensors, given, strict=True)}
-    key = fd._program_key(Inputs({}, {}, torch.device("cpu")), sizes, WORLD)
-    fd._compiled[key] = compile_definition(fd, sizes, {}, WORLD, near_factor=2.0)
-    return fd._compiled[key]
+    key = fd._programs.key(Inputs({}, {}, torch.device("cpu")), sizes, WORLD)
+    fd._programs.compiled[key] = compile_definition(fd.recording, sizes, {}, WORLD, near_factor=2.0)
+    return fd._programs.compiled[key]
 
 
 # numbers ----------------------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def test_random_programs_of_doubled_sizes_are_what_torch_computes() -> None:
     @settings(max_examples=160)
     @given(definitions().flatmap(annotations))
     def check(fd: mf.FusionDefinition) -> None:
-        if len(fd.inputs) > len(fd.input_tensors()) or not has_reference(fd):
+        if len(fd.recording.inputs) > len(fd.recording.input_tensors()) or not has_reference(fd):
             return  # To filter these out is too much for Hypothesis.
         small = inputs_for(fd)
         large = [t.repeat([2 if n > 1 else 1 for n in t.shape]) for t in small]
@@ -72,9 +72,9 @@ def test_random_programs_of_doubled_sizes_are_what_torch_computes() -> None:
 
 def leave_open(fd: mf.FusionDefinition) -> None:
     """Have the definition not say the sizes of its tensors."""
-    for i, made in enumerate(fd.tensors):
+    for i, made in enumerate(fd.recording.tensors):
         opened = made.type._replace(shape=tuple(1 if n == 1 else -1 for n in made.type.shape))
-        fd.tensors[i] = dataclasses.replace(made, type=opened)
+        fd.recording.tensors[i] = dataclasses.replace(made, type=opened)
 
 
 # what fits --------------------------------------------------------------------------------------------------------

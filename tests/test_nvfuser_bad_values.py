@@ -69,7 +69,6 @@ CALLS: dict[str, tuple[Callable[..., list[Any]], Callable[..., Any]]] = {
         lambda fd, x, y, v: nv.validate_with_auto_inferred_outputs(v, fd.execute([X]), [X]),
     ),
     "call": (lambda fd, x, y: ["relu", [x]], lambda fd, x, y, *a: fd.call(*a)),
-    "call with keywords": (lambda fd, x, y: ["relu", [x]], lambda fd, x, y, n, a: fd.call_with_keywords(n, a, {})),
     "mesh": (lambda fd, x, y: [[0, 1]], lambda fd, x, y, *a: nv.multidevice.DeviceMesh(*a)),
     "chunk of a mesh": (
         lambda fd, x, y: [X, 0, 1], lambda fd, x, y, *a: nv.multidevice.DeviceMesh([0, 1]).shard_tensor(*a),
@@ -237,7 +236,7 @@ def test_a_definition_by_methods_is_defined_before_whatever_is_asked_first(first
     fd = Rows()
     ASKED[first](fd)
     torch.testing.assert_close(fd.simulate([X])[0], X.exp().sum(0))
-    assert "all-reduce" in str(fd.bill()) and len(fd.tensors) == 3
+    assert "all-reduce" in str(fd.bill()) and len(fd.recording.tensors) == 3
 
 
 class Failing(Rows):

@@ -28,7 +28,7 @@ def layouts(define: Callable[[FusionDefinition], None]) -> list[str]:
     with FusionDefinition() as fd:
         define(fd)
     inputs: Any = fd.fusion.inputs()
-    compiled = fd.compile(*[fd.tensors[tv.id].type.shape for tv in inputs])
+    compiled = fd.compile(*[fd.recording.tensors[tv.id].type.shape for tv in inputs])
     return [str(sharding) for sharding in compiled.output_shardings()]
 
 

@@ -216,11 +216,11 @@ def test_aliases_that_do_not_fit() -> None:
     for alias in (other, y, X):
         with pytest.raises(mf.DefinitionError, match="alias_input"):
             fd.add_output(y, alias)
-    assert not fd.outputs and not fd.aliases
+    assert not fd.recording.outputs and not fd.aliases
     fd.add_output(y, x)
     with pytest.raises(mf.DefinitionError, match=r"alias_input: found t0, which another output is written into"):
         fd.add_output(fd.ops.neg(x), x)
-    assert fd.outputs == [y.id]
+    assert fd.recording.outputs == [y.id]
     fd = FusionDefinition()
     x, y = fd.define_tensor([-1]), fd.define_tensor([-1])
     fd.add_output(fd.ops.neg(x), x)
@@ -289,8 +289,8 @@ def test_axes_tell_their_sizes() -> None:
     assert str(x) == "T0_g_float[iS0{2}, iS1{7}, iS2{?}]" and str(z.domain()) == "[iS9{2}, rS10{?}, iS11{?}]"
     assert [axis.extent() for axis in x.get_loop_domain()[:2]] == [2, 7]
     assert (str(x.axis(1)), x.axis(1).is_symbolic(), x.axis(2).is_symbolic()) == ("iS1{7}", False, True)
-    assert z.definition().node is fd.nodes[-1] and z.uses() == [] and x.definition() is None
-    assert [use.node for use in x.uses()] == [fd.nodes[0]] and str(x.uses()[0].input(1)) == str(y)
+    assert z.definition().node is fd.recording.nodes[-1] and z.uses() == [] and x.definition() is None
+    assert [use.node for use in x.uses()] == [fd.recording.nodes[0]] and str(x.uses()[0].input(1)) == str(y)
     x.set_device_mesh(nvfuser.multidevice.DeviceMesh([0, 1]))
     x.outer_split(1, 2)
     x.axis(1).parallelize(ParallelType.mesh_x)
@@ -319,7 +319,7 @@ def test_merging_undoes_a_split() -> None:
     x.merge(0, 1)
     x.outer_split(0, 2)
     x.axis(0).parallelize(ParallelType.mesh_x)
-    assert x.fd.annotations[0].sharding("x", (8, 6)).local_shape((8, 6), 0) == (4, 6)
+    assert x.fd.recording.annotations[0].sharding("x", (8, 6)).local_shape((8, 6), 0) == (4, 6)
     assert repr(nvfuser_rebuilt(fd)) == repr(fd)
 
 

@@ -51,7 +51,9 @@ def test_every_op_is_defined_again(name: str) -> None:
         fd = _sampled(name, sample)
         twin = nvfuser_rebuilt(fd)
         assert repr(twin) == repr(fd)
-        assert [twin.tensors[i].type for i in twin.outputs] == [fd.tensors[i].type for i in fd.outputs]
+        assert [twin.recording.tensors[i].type for i in twin.recording.outputs] == [
+            fd.recording.tensors[i].type for i in fd.recording.outputs
+        ]
 
 
 def test_inputs_say_all_that_was_said_of_them() -> None:

@@ -7,10 +7,9 @@ import random
 from collections.abc import Mapping
 
 import pytest
-import torch
 
 import meshfuse as mf
-from defining import graph_of
+from defining import graph_of, random_inputs
 from meshfuse.costs import DEFAULT_LINK
 from meshfuse.graph import Graph
 from meshfuse.number_text import duration
@@ -64,7 +63,7 @@ def test_a_pipeline_of_mlps_sends_activations_only(backward: bool) -> None:
             fd.add_output(gradient)
     assert max(sent(fd)) <= 4 * 8 * 64
     assert len([e for e in fd.bill().entries if e.collective == "send-recv"]) == (4 if backward else 2)
-    assert_same_as_unsharded(fd, [torch.randn(t.type.shape) for t in map(fd.tensors.__getitem__, fd.input_tensors())])
+    assert_same_as_unsharded(fd, random_inputs(fd))
 
 
 def random_program(seed: int) -> Fd:

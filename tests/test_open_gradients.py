@@ -220,4 +220,4 @@ def test_windows_of_an_open_dim_are_joined_whoever_knows_its_size(seeds: tuple[i
     values = [torch.randn(shape, dtype=torch.float64) for shape in ((2, 4), (4,), (4,))]
     (found,) = fd.simulate(values)
     assert torch.equal(found, torch.stack(values[1:]))
-    assert [node.op.name for node in fd.nodes].count("cat") == 1 and "pad" not in repr(fd)
+    assert [node.op.name for node in fd.recording.nodes].count("cat") == 1 and "pad" not in repr(fd)

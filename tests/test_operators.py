@@ -59,7 +59,7 @@ def error(act: Callable[[Any, Any], Any]) -> str:
     x = fd.define_tensor([8, 16])
     with pytest.raises(mf.DefinitionError) as caught:
         act(fd, x)
-    assert len(fd.nodes) == 0
+    assert len(fd.recording.nodes) == 0
     return str(caught.value).rpartition(" (at ")[0]
 
 

@@ -47,7 +47,7 @@ def test_any_cut_gives_the_same_numbers(program: str, ask: str, rows: int, ranks
 @settings(max_examples=60)
 @given(definitions(min_ops=3, max_ops=10).flatmap(annotations), st.data())
 def test_any_tensor_of_any_program_may_be_cut(fd: mf.FusionDefinition, data: st.DataObject) -> None:
-    made = [i for i, t in enumerate(fd.tensors) if t.type.ndim]
+    made = [i for i, t in enumerate(fd.recording.tensors) if t.type.ndim]
     for i in data.draw(st.lists(st.sampled_from(made), min_size=1, max_size=4, unique=True)) if made else ():
         tensor = TensorView(fd, TensorRef(i))
         dim, chunks = data.draw(st.integers(0, tensor.ndim - 1)), data.draw(st.integers(1, 5))
@@ -111,7 +111,9 @@ def test_sums_that_go_round_in_short_messages_are_rounded_once(ranks: int, kind:
     """Terms that cancel: sums of rounded ones would be off by many of the result's own steps."""
     fd, made = half_ring(ranks, kind, 16, bias), torch.Generator().manual_seed(3)
     dtype = getattr(torch, kind.value)
-    inputs = [torch.randn(fd.tensors[ref.id].type.shape, generator=made).to(dtype) for ref in fd.inputs]
+    inputs = [
+        torch.randn(fd.recording.tensors[ref.id].type.shape, generator=made).to(dtype) for ref in fd.recording.inputs
+    ]
     exact = F.linear(*(t.double() for t in inputs))
     (found,) = fd.simulate(inputs, check_replicas=True)
     step = torch.finfo(dtype).eps * exact.abs() / 2 + 1e-6
@@ -122,7 +124,9 @@ def test_sums_that_go_round_in_short_messages_are_rounded_once(ranks: int, kind:
 def test_long_messages_keep_their_type() -> None:
     fd = half_ring(2, mf.DataType.BFloat16, 2**15, False)
     assert messages(fd) == {"bfloat16"}
-    inputs = [torch.randint(-1, 2, fd.tensors[ref.id].type.shape).to(torch.bfloat16) for ref in fd.inputs]
+    inputs = [
+        torch.randint(-1, 2, fd.recording.tensors[ref.id].type.shape).to(torch.bfloat16) for ref in fd.recording.inputs
+    ]
     exact = F.linear(*(t.float() for t in inputs))
     torch.testing.assert_close(fd.simulate(inputs)[0].float(), exact, rtol=2e-2, atol=2.0)
 

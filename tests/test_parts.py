@@ -107,7 +107,7 @@ def test_random_programs_on_parts_are_the_programs() -> None:
         other = Parted((0,))(put_together(graph, graph.input_tensors[place], sizes, dim))
         followed.append(is_followed(other))
         parts = [*inputs[:place], *inputs[place].split(sizes, dim), *inputs[place + 1 :]]
-        for output, a, b in zip(fd.outputs, evaluated(graph, inputs), evaluated(other, parts), strict=True):
+        for output, a, b in zip(fd.recording.outputs, evaluated(graph, inputs), evaluated(other, parts), strict=True):
             # What is less precise than Float is rounded for each part: a few times its epsilon.
             assert_close(b, a, max(1e-4, 4 * tolerance_of(fd, output) ** 2), str(other))
 
@@ -300,7 +300,7 @@ def layers(count: int, search: str | None = None) -> mf.FusionDefinition:
 
 def test_so_do_many_layers() -> None:
     fd = layers(30)
-    assert len(fd.nodes) > MOST and fd.bill().total <= 30 * ATTENTION * (1 + 1e-9)
+    assert len(fd.recording.nodes) > MOST and fd.bill().total <= 30 * ATTENTION * (1 + 1e-9)
     assert_same_as_unsharded(fd, [t / 8 for t in random_inputs(fd)])
     assert layers(30, "fast").bill().total > 2 * fd.bill().total
 
@@ -333,7 +333,7 @@ def test_the_plan_of_other_sizes_is_taken_over(monkeypatch: pytest.MonkeyPatch) 
     for length, more in ((S, 2), (S + N, 3)):
         shapes = ((B, H, length, D), (B, H, more, D), (B, H, NEW, D))
         sizes = dict(enumerate(shapes))
-        compiled = compile_definition(fd, sizes, {}, WORLD, near_factor=2.0)
+        compiled = compile_definition(fd.recording, sizes, {}, WORLD, near_factor=2.0)
         assert (compiled.taken_from is None) == (length == S) and Parted in map(type, compiled.graph.rewritings)
-        fd._compiled[fd._program_key(Inputs({}, {}, torch.device("cpu")), sizes, WORLD)] = compiled
+        fd._programs.compiled[fd._programs.key(Inputs({}, {}, torch.device("cpu")), sizes, WORLD)] = compiled
         assert_same_as_unsharded(fd, [torch.randn(shape) for shape in shapes])

@@ -63,15 +63,15 @@ def test_slices_of_what_is_not_summed_stay() -> None:
 def programs_picked_of(draw: st.DrawFn) -> mf.FusionDefinition:
     """A random program of whose last result rows are picked, in some way."""
     fd = draw(definitions(("products", "pointwise", "shapes")))
-    last = mf.TensorView(fd, TensorRef(fd.nodes[-1].outputs[0]))
+    last = mf.TensorView(fd, TensorRef(fd.recording.nodes[-1].outputs[0]))
     dims = [d for d, n in enumerate(last.type.shape) if n > 1]
-    assume(dims and -1 not in last.type.shape and fd.nodes[-1].op.name not in ("slice", "select"))
+    assume(dims and -1 not in last.type.shape and fd.recording.nodes[-1].op.name not in ("slice", "select"))
     dim, how = draw(st.sampled_from(dims)), draw(st.sampled_from(["slice", "select", "index_select", "take"]))
     count = last.type.shape[0] if how == "take" else draw(st.integers(1, 3))
     assume(how != "take" or dim > 0)
     index = fd.ops.full([count], last.type.shape[dim] - 1, mf.DataType.Int)
     found = picked_in(how, fd, last, dim, index)
-    fd.outputs.clear()
+    fd.recording.outputs.clear()
     fd.add_output(found)
     return fd
 

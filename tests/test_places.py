@@ -176,8 +176,8 @@ def test_such_a_plan_is_stored_and_made_again() -> None:
         made = IN_PLACE["several over two ranks"](fd)
         fd.mesh_split(made, ROWS, ["x", None])
         fd.add_output(made)
-    shapes = {i: fd.tensors[i].type.shape for i in fd.input_tensors()}
+    shapes = {i: fd.recording.tensors[i].type.shape for i in fd.recording.input_tensors()}
     plan = fd.compile().planned
     assert [type(rewriting) for rewriting in plan.graph.rewritings] == [in_place.Placed]
-    again = plan_cache.unpacked(plan_cache.packed(plan), specialize(fd, shapes, {}))
+    again = plan_cache.unpacked(plan_cache.packed(plan), specialize(fd.recording, shapes, {}))
     assert str(again) == str(plan)

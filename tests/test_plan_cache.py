@@ -160,7 +160,7 @@ def check_that_it_reads_back(fd):
     ((sharded, again),) = pairs
     assert str(again.graph) == str(sharded.graph)
     assert (again.choices, dict(again.homes)) == (sharded.choices, dict(sharded.homes))
-    fd._compiled.clear()
+    fd._programs.compiled.clear()
     assert fd.compile().digest == found.digest
 
 
@@ -484,7 +484,7 @@ KEPT = (
     "/plan_codec.py",
     "/shape_reuse.py",
     "/process_lock.py",
-    "/planned_definition.py",
+    "/programs.py",
 )
 
 

@@ -29,7 +29,7 @@ Halves = tuple[mf.FusionDefinition, mf.FusionDefinition]
 
 def views(fd: mf.FusionDefinition, places: Sequence[int]) -> list[mf.TensorView]:
     """The inputs at these places."""
-    return [mf.TensorView(fd, ref) for place in places if isinstance(ref := fd.inputs[place], TensorRef)]
+    return [mf.TensorView(fd, ref) for place in places if isinstance(ref := fd.recording.inputs[place], TensorRef)]
 
 
 def run(halves: Halves, inputs: Sequence[Any], kept: Sequence[int]) -> list[torch.Tensor]:
@@ -46,9 +46,9 @@ def run(halves: Halves, inputs: Sequence[Any], kept: Sequence[int]) -> list[torc
 def test_random_programs_in_two_are_what_torch_computes(
     fd: mf.FusionDefinition, number: int, gathered: bool, data: Any
 ) -> None:
-    assume(has_reference(fd) and not shape_scalars(fd))
-    read = {i for node in fd.nodes for i in node.inputs}.union(fd.outputs)
-    places = [place for place, ref in enumerate(fd.inputs) if isinstance(ref, TensorRef) and ref.id in read]
+    assume(has_reference(fd) and not shape_scalars(fd.recording))
+    read = {i for node in fd.recording.nodes for i in node.inputs}.union(fd.recording.outputs)
+    places = [place for place, ref in enumerate(fd.recording.inputs) if isinstance(ref, TensorRef) and ref.id in read]
     assume(places)
     kept = data.draw(st.lists(st.sampled_from(places), min_size=1, unique=True))
     inputs = inputs_for(fd, number)
@@ -67,12 +67,14 @@ def test_random_programs_in_two_are_what_torch_computes(
 def given_bytes(once: mf.FusionDefinition) -> int:
     """Bytes of the inputs on the rank with most of each."""
     compiled = once.compile()
-    return sum(most_bytes(compiled.sharded.homes[i], once.tensors[i].type) for i in once.input_tensors())
+    return sum(
+        most_bytes(compiled.sharded.homes[i], once.recording.tensors[i].type) for i in once.recording.input_tensors()
+    )
 
 
 def kept_bytes(once: mf.FusionDefinition) -> int:
     """The same of the outputs."""
-    types = [once.tensors[i].type for i in once.outputs]
+    types = [once.recording.tensors[i].type for i in once.recording.outputs]
     return sum(map(most_bytes, once.compile().output_shardings(), types))
 
 
@@ -124,11 +126,11 @@ def cast() -> tuple[mf.FusionDefinition, list[mf.TensorView]]:
 def test_casts_and_gathers_are_done_once_and_what_grows_is_not() -> None:
     fd, weights = cast()
     once, each = fd.prepared(weights, gathered=True)
-    shapes = [each.tensors[i].type for i in each.input_tensors()]
+    shapes = [each.recording.tensors[i].type for i in each.recording.input_tensors()]
     assert [(kind.shape, kind.dtype) for kind in shapes] == [
         ((64, 32), mf.DataType.BFloat16), ((32, 32), mf.DataType.BFloat16), ((32,), mf.DataType.BFloat16),
     ]  # fmt: skip
-    assert [node.op.name for node in each.nodes] == ["matmul", "broadcast_in_dim", "add"]
+    assert [node.op.name for node in each.recording.nodes] == ["matmul", "broadcast_in_dim", "add"]
     assert once.bill().total == fd.bill().total == 2 * 32 * 32 * 3 / 4 and each.bill().total == 0
 
 
@@ -136,7 +138,7 @@ def test_what_is_gathered_is_kept_where_that_is_asked_for_alone() -> None:
     """Else the cast is kept, in shards, and gathered at each call: four times the shard is more than was given."""
     fd, weights = cast()
     once, each = fd.prepared(weights)
-    assert [node.op.name for node in once.nodes if node.op.name != "set"] == ["cast"]
+    assert [node.op.name for node in once.recording.nodes if node.op.name != "set"] == ["cast"]
     assert once.bill().total == 0 and each.bill().total == fd.bill().total
     assert kept_bytes(once) == 32 * 32 // 4 * 2 + 32 * 2 < given_bytes(once)
     assert kept_bytes(fd.prepared(weights, gathered=True)[0]) == 32 * 32 * 2 + 32 * 2
@@ -223,7 +225,7 @@ def test_products_of_weights_alone_are_done_once() -> None:
         fd.add_output(fd.ops.linear(x, fd.ops.add(w, fd.ops.matmul(b, a))))
         fd.mesh_split(w, GRID, ["tp", None])
     once, each = halves = fd.prepared([w, a, b])
-    assert [node.op.name for node in each.nodes] == ["linear"] and len(once.outputs) == 1
+    assert [node.op.name for node in each.recording.nodes] == ["linear"] and len(once.recording.outputs) == 1
     inputs = random_inputs(fd)
     x64, w64, a64, b64 = (t.double() for t in inputs)
     assert_close(run(halves, inputs, [1, 2, 3])[0], x64 @ (w64 + b64 @ a64).T, 1e-5, "y")
@@ -235,7 +237,7 @@ def test_random_numbers_are_drawn_at_each_call() -> None:
         fd.mesh_split(w, TP, ["tp", None])
         fd.add_output(fd.ops.add(x, fd.ops.mul(w, fd.ops.rand_like(w))))
     _, each = halves = fd.prepared(w)
-    assert "rand_like" in [node.op.name for node in each.nodes]
+    assert "rand_like" in [node.op.name for node in each.recording.nodes]
     inputs = [torch.zeros(8, 8), torch.ones(8, 8)]
     first, second = (run(halves, inputs, [1])[0] for _ in range(2))
     assert not torch.equal(first, second)
@@ -294,7 +296,7 @@ def test_what_is_said_in_a_half_is_said_there_alone() -> None:
     said = repr(fd)
     once, each = fd.prepared(w)
     for half in (once, each):
-        for view in views(half, range(len(half.inputs))):
+        for view in views(half, range(len(half.recording.inputs))):
             if half.is_annotated(view):
                 view.split(len(view.get_loop_domain()) - 1, 2)
     assert repr(fd) == said
@@ -305,7 +307,7 @@ def test_without_a_mesh_both_run_on_any() -> None:
         x, w = fd.define_tensor([8, 8]), fd.define_tensor([8, 8])
         fd.add_output(fd.ops.matmul(x, fd.ops.mul(w, 2.0)))
     halves = fd.prepared(w)
-    assert not any(half.annotations for half in halves)
+    assert not any(half.recording.annotations for half in halves)
     inputs = random_inputs(fd)
     assert_close(run(halves, inputs, [1])[0], inputs[0].double() @ inputs[1].double() * 2, 1e-5, "y")
 

@@ -38,19 +38,19 @@ class Program(NamedTuple):
 
 
 def _variables(fd: mf.FusionDefinition) -> list[int]:
-    return [i for i in fd.input_tensors() if fd.tensors[i].type.dtype.category >= Category.FLOAT]
+    return [i for i in fd.recording.input_tensors() if fd.recording.tensors[i].type.dtype.category >= Category.FLOAT]
 
 
 def _differentiable(fd: mf.FusionDefinition) -> list[int]:
     """The outputs to which a gradient passes from an input, through ops that have derivatives only."""
     active, blocked = set(_variables(fd)), set[int]()
-    for node in fd.nodes:
-        made = [i for i in node.outputs if fd.tensors[i].type.dtype.category >= Category.FLOAT]
+    for node in fd.recording.nodes:
+        made = [i for i in node.outputs if fd.recording.tensors[i].type.dtype.category >= Category.FLOAT]
         if not blocked.isdisjoint(node.inputs) or (node.op.vjp is None and not active.isdisjoint(node.inputs)):
             blocked.update(made)
         elif not active.isdisjoint(node.inputs):
             active.update(made)
-    return [i for i in dict.fromkeys(fd.outputs) if i in active and i not in blocked]
+    return [i for i in dict.fromkeys(fd.recording.outputs) if i in active and i not in blocked]
 
 
 @st.composite
@@ -59,7 +59,7 @@ def programs(draw: st.DrawFn, chosen: Sequence[str]) -> Program:
     fd = draw(definitions(chosen, max_ops=6, dtypes=[mf.DataType.Double], open_sizes=True))
     outputs, variables = _differentiable(fd), _variables(fd)
     assume(outputs and has_reference(fd))
-    count = len(fd.nodes)
+    count = len(fd.recording.nodes)
     results, wrt = ([TensorView(fd, TensorRef(i)) for i in ids] for ids in (outputs, variables))
     try:
         first = fd.grad(results, wrt, results)
@@ -75,9 +75,10 @@ def programs(draw: st.DrawFn, chosen: Sequence[str]) -> Program:
 def _wanted(program: Program, inputs: Sequence[Any]) -> list[torch.Tensor]:
     """First and second gradients, in torch."""
     fd, outputs, variables, ops = program
-    leaves = {i: inputs[fd.inputs.index(TensorRef(i))].clone().requires_grad_() for i in variables}
+    leaves = {i: inputs[fd.recording.inputs.index(TensorRef(i))].clone().requires_grad_() for i in variables}
     given = [
-        leaves.get(ref.id, x) if isinstance(ref, TensorRef) else x for ref, x in zip(fd.inputs, inputs, strict=True)
+        leaves.get(ref.id, x) if isinstance(ref, TensorRef) else x
+        for ref, x in zip(fd.recording.inputs, inputs, strict=True)
     ]
     results = interpret(fd, given, outputs, ops)
     wrt = [leaves[i] for i in variables]
@@ -100,7 +101,10 @@ def test_first_and_second_gradients_of_a_random_program_are_those_of_autograd(fa
             finite = b.isfinite()
             order, variable = divmod(place, len(program.variables))
             assert_close(
-                a[finite], b[finite], 1e-6, f"gradient {order + 1} by {fd.tensors[program.variables[variable]].name}"
+                a[finite],
+                b[finite],
+                1e-6,
+                f"gradient {order + 1} by {fd.recording.tensors[program.variables[variable]].name}",
             )
 
     check()

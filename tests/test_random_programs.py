@@ -60,7 +60,7 @@ def test_a_random_program_is_what_torch_computes_and_propagation_keeps_its_laws(
 
 
 def keeps_annotations(fd: mf.FusionDefinition, done: ShardedDefinition) -> None:
-    for i, annotation in fd.annotations.items():
+    for i, annotation in fd.recording.annotations.items():
         shape = done.graph.shape(i)
         assert done.homes[i] == annotation.sharding("t", shape).placement(shape)
 
@@ -94,7 +94,7 @@ def test_random_programs_reach_every_op() -> None:
     seen: set[str] = set()
 
     def all_seen(fd: mf.FusionDefinition) -> bool:
-        seen.update(node.op.name for node in fd.nodes)
+        seen.update(node.op.name for node in fd.recording.nodes)
         return seen.issuperset(set(OPS) - set(NVIDIA_ONLY))
 
     drawn = definitions(blocks=[any_op], min_ops=20, max_ops=30)
@@ -114,5 +114,5 @@ def test_a_wrong_number_on_any_rank_is_noticed(fd: mf.FusionDefinition, data: st
     wrong[place] = ~wrong[place] if wrong[place].dtype == torch.bool else wrong[place] + 1 + wrong[place].abs()
     if not torch.isfinite(wrong[place].double()).all():
         return
-    with pytest.raises(AssertionError, match=f"output {fd.tensors[fd.outputs[place]].name}"):
+    with pytest.raises(AssertionError, match=f"output {fd.recording.tensors[fd.recording.outputs[place]].name}"):
         assert_same_as_unsharded(fd, inputs, wrong)

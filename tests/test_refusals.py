@@ -70,7 +70,8 @@ def test_a_refusal_names_the_op_its_operands_and_the_cause() -> None:
     text = str(caught.value)
     assert text.startswith("double (add) cannot be computed on rank 0: found NotImplementedError: ")
     assert (
-        "uint64[4, 4]" in text and f"Cast them with fd.ops.cast, or pass other values. (at {fd.nodes[0].line})" in text
+        "uint64[4, 4]" in text
+        and f"Cast them with fd.ops.cast, or pass other values. (at {fd.recording.nodes[0].line})" in text
     )
     assert isinstance(caught.value.__cause__, NotImplementedError) and isinstance(caught.value, ValueError)
 
@@ -219,7 +220,7 @@ def test_compiled_segments_tell_it_as_eager_ones_do(name: str, monkeypatch: pyte
         arguments, said = wrong(name, place)
         with contextlib.nullcontext() if place == 5 else pytest.raises(mf.KernelError, match=said):
             fd.simulate(arguments)
-    (made,) = fd._simulated.values()
+    (made,) = fd._execution.simulated.values()
     chosen = [c for segments in made.simulation.segments for c in segments.chosen.values()]
     # How many rows a rank adds is known at run time only, so that this one stays eager.
     assert any(c.backend == "inductor" for c in chosen) or name == "embedding_bwd", chosen
@@ -243,4 +244,4 @@ def test_a_lack_of_memory_is_told_with_the_op() -> None:
     assert re.match(
         r"no memory for y \(sin\) on rank 0: found RuntimeError: .*allocate.*, needed less at once\. ", text
     )
-    assert "print(fd.memory())" in text and text.endswith(f"(at {fd.nodes[0].line})")
+    assert "print(fd.memory())" in text and text.endswith(f"(at {fd.recording.nodes[0].line})")

@@ -10,7 +10,6 @@ import pytest
 import meshfuse as mf
 from defining import rebuilt
 from meshfuse.definition.annotation import Annotation
-from meshfuse.definition.builder import DefinitionBuilder
 from meshfuse.definition.loop import LoopDomain
 from meshfuse.ops import OPS
 from meshfuse.ops.opdef import Sample
@@ -19,18 +18,27 @@ from meshfuse.ops.values import TensorType
 MESH = mf.DeviceMesh((2, 4), ("dp", "tp"))
 
 
-def same_definition(a: DefinitionBuilder, b: DefinitionBuilder) -> bool:
+def same_definition(a: mf.FusionDefinition, b: mf.FusionDefinition) -> bool:
     """Whether inputs, ops, outputs and annotations are equal; source lines may differ."""
     return _facts(a) == _facts(b)
 
 
-def _facts(fd: DefinitionBuilder) -> tuple[Any, ...]:
+def _facts(fd: mf.FusionDefinition) -> tuple[Any, ...]:
     """All that a definition says. Numbers as text: nan equals itself, and 1, 1.0 and True differ."""
-    nodes = [(node.op.name, repr(node.args), node.inputs, node.outputs) for node in fd.nodes]
-    notes = {i: _annotation_facts(a) for i, a in fd.all_annotations.items() if _says_something(a)}
-    tensors = [(made.type, made.stride_order) for made in fd.tensors]
-    overlaps = {i: asked[:3] for i, asked in fd.overlaps.items()}
-    return (tensors, repr(fd.scalars), nodes, fd.inputs, fd.outputs, notes, overlaps, getattr(fd, "seed", 0))
+    nodes = [(node.op.name, repr(node.args), node.inputs, node.outputs) for node in fd.recording.nodes]
+    notes = {i: _annotation_facts(a) for i, a in fd.recording.all_annotations.items() if _says_something(a)}
+    tensors = [(made.type, made.stride_order) for made in fd.recording.tensors]
+    overlaps = {i: asked[:3] for i, asked in fd.recording.overlaps.items()}
+    return (
+        tensors,
+        repr(fd.recording.scalars),
+        nodes,
+        fd.recording.inputs,
+        fd.recording.outputs,
+        notes,
+        overlaps,
+        fd.recording.seed,
+    )
 
 
 def _says_something(annotation: Annotation) -> bool:
@@ -177,7 +185,7 @@ def test_scalars_and_special_numbers() -> None:
         fd.add_output(c)
         fd.add_output(fd.ops.add(x, -0.0))
     check(fd)
-    assert [type(ref).__name__ for ref in fd.inputs] == ["ScalarRef", "TensorRef", "ScalarRef", "ScalarRef"]
+    assert [type(ref).__name__ for ref in fd.recording.inputs] == ["ScalarRef", "TensorRef", "ScalarRef", "ScalarRef"]
 
 
 def test_definitions_that_differ_are_not_equal() -> None:

@@ -66,7 +66,7 @@ def counting() -> Iterator[None]:
 def run(fd: mf.FusionDefinition, value: torch.Tensor) -> torch.Tensor:
     """The output, with the bytes on the wire compared with the bill."""
     (found,) = fd.simulate([value], check_replicas=True)
-    (made,) = fd._simulated.values()
+    (made,) = fd._execution.simulated.values()
     compiled, counted = made.compiled, made.simulation.hub.bytes
     resharded = compiled.resharded
     for step in resharded.collectives:

@@ -108,7 +108,7 @@ def test_a_size_that_is_no_whole_number(size: float) -> None:
 def test_complex_scalars_and_their_parts() -> None:
     fd = mf.FusionDefinition()
     z = fd.ops.complex(fd.define_scalar(3.0), fd.define_scalar(-4.0))
-    assert fd.scalars[z.ref.id].dtype is DataType.ComplexDouble
+    assert fd.recording.scalars[z.ref.id].dtype is DataType.ComplexDouble
     for made in (fd.ops.real(z), fd.ops.imag(z), fd.ops.abs(z)):
         fd.add_output(fd.ops.full([1], made, DataType.Double))
     fd.add_output(fd.ops.full([1], z, DataType.ComplexDouble))

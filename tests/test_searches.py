@@ -43,7 +43,7 @@ def propagation(width: int) -> Propagation:
         fd.mesh_split(w, MESH, [None, "y"])
         fd.mesh_split(v, MESH, ["y", "x"])
         fd.add_output(fd.ops.matmul(fd.ops.relu(fd.ops.matmul(x, w)), v))
-    return Propagation(specialize(fd, dict.fromkeys(range(3), (width, width)), {}), MESH)
+    return Propagation(specialize(fd.recording, dict.fromkeys(range(3), (width, width)), {}), MESH)
 
 
 def numbered(table: Table) -> list[float]:

@@ -85,21 +85,21 @@ def programs(
         definitions(max_ops=max_ops, blocks=blocks, sizes=SIZES, max_numel=1 << 22, dtypes=DTYPES, open_sizes=False)
     )
     mesh = draw(meshes(min_ranks=2, max_size=8))
-    inputs = [ref.id for ref in fd.inputs if isinstance(ref, TensorRef)]
+    inputs = [ref.id for ref in fd.recording.inputs if isinstance(ref, TensorRef)]
     chosen = [i for i in inputs if draw(st.integers(0, 4))] or inputs[:1]
-    chosen += [] if free_outputs and draw(st.booleans()) else fd.outputs
-    chosen += draw(st.lists(st.sampled_from(range(len(fd.tensors))), max_size=2))
+    chosen += [] if free_outputs and draw(st.booleans()) else fd.recording.outputs
+    chosen += draw(st.lists(st.sampled_from(range(len(fd.recording.tensors))), max_size=2))
     for i in dict.fromkeys(chosen):
-        if -1 not in fd.tensors[i].type.shape:
+        if -1 not in fd.recording.tensors[i].type.shape:
             fd.shard(TensorView(fd, TensorRef(i)), draw(layouts(mesh, shape_of(fd, i), parts)))
     return fd
 
 
 def shardys(fd: mf.FusionDefinition) -> Partitioned:
     """The same program, partitioned by Shardy's passes; passes over programs that cannot be compared."""
-    shapes = {ref.id: shape_of(fd, ref.id) for ref in fd.inputs if isinstance(ref, TensorRef)}
+    shapes = {ref.id: shape_of(fd, ref.id) for ref in fd.recording.inputs if isinstance(ref, TensorRef)}
     try:
-        return partitioned(stablehlo_of(specialize(fd, shapes, {})))
+        return partitioned(stablehlo_of(specialize(fd.recording, shapes, {})))
     except (Unsaid, Untranslatable) as reason:
         assume(False)
         raise AssertionError from reason

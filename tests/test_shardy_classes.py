@@ -89,4 +89,4 @@ def test_what_needs_a_dim_whole_is_not_judged_as_elementwise(op: str) -> None:
     fd.add_output(getattr(fd.ops, op)(x, 0))
     fd.mesh_split(x, mf.DeviceMesh((2,), ("x",)), ["x"])
     with pytest.raises(Untranslatable, match=op):
-        stablehlo_of(specialize(fd, {x.id: (8,)}, {}))
+        stablehlo_of(specialize(fd.recording, {x.id: (8,)}, {}))

@@ -13,7 +13,7 @@ import torch
 import meshfuse as mf
 from interrupts import interrupted, places
 from meshfuse.backends import Task
-from meshfuse.definition.annotated import AnnotatedDefinition
+from meshfuse.definition.recording import Recording
 from meshfuse.executor import segments, simulate
 
 MESH = mf.DeviceMesh((2, 4), ("dp", "tp"))
@@ -149,11 +149,11 @@ def looks(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
         for made in fd.grad(fd.ops.sum(y), weights):
             fd.add_output(made)
         fd.mesh_split(x, MESH, ["dp", "tp"])
-    given, counted, all_of = [torch.ones(8, 4), *[torch.ones(4, 4)] * layers], [], AnnotatedDefinition.annotations
+    given, counted, all_of = [torch.ones(8, 4), *[torch.ones(4, 4)] * layers], [], Recording.annotations
     fd.simulate(given)
     with monkeypatch.context() as patch:
         noted = property(lambda self: counted.append(1) or all_of.__get__(self))
-        patch.setattr(AnnotatedDefinition, "annotations", noted)
+        patch.setattr(Recording, "annotations", noted)
         fd.simulate(given)
     return len(counted)
 

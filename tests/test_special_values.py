@@ -63,7 +63,7 @@ def kinds(t: torch.Tensor) -> torch.Tensor:
 def multiplies_infinity(fd: Fd, inputs: Sequence[object]) -> bool:
     """Whether a product of the program has an infinite factor."""
     tensors = interpreted(fd, inputs, as_type=narrow)
-    return any(bool(torch.isinf(tensors[i]).any()) for node in fd.nodes if node.op.partial is Partial.EACH
+    return any(bool(torch.isinf(tensors[i]).any()) for node in fd.recording.nodes if node.op.partial is Partial.EACH
                for i in node.inputs if tensors[i].is_floating_point())  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def test_random_programs_keep_what_is_finite(family: str) -> None:
     @given(programs(families(family)), st.integers(0, 9999))
     def run(fd: Fd, number: int) -> None:
         # torch's functions, called on tensors of the very types, do not promote one floating point type to another.
-        if not has_reference(fd) or len({t.type.dtype for t in fd.tensors} - EXACT) > 1:
+        if not has_reference(fd) or len({t.type.dtype for t in fd.recording.tensors} - EXACT) > 1:
             return
         inputs = with_special_values(fd, number)
         sure = interpret(fd, inputs), unsharded_copy(fd).simulate(inputs)

@@ -105,7 +105,7 @@ def program(mesh: mf.DeviceMesh, placements: tuple[Any, ...], shape: tuple[int, 
     given = sharding_of(mesh, placements, shape)
     assert given is not None
     borders, world = Borders(placeable, as_dtensor, {0: given.dims}), mf.DeviceMesh([0])
-    return compile_definition(fd, {0: shape}, {}, world, effort=Effort.FAST, borders=borders)
+    return compile_definition(fd.recording, {0: shape}, {}, world, effort=Effort.FAST, borders=borders)
 
 
 def shard_of(value: torch.Tensor, placements: tuple[Any, ...], mesh: mf.DeviceMesh, rank: int) -> torch.Tensor:

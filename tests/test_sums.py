@@ -72,7 +72,7 @@ def test_so_are_those_of_many_layers() -> None:
         for _ in range(160):
             x = fd.ops.tanh(x + product(fd) + product(fd))
         fd.add_output(x)
-    assert len(fd.nodes) > MOST and fd.bill().total <= 160 * ONE
+    assert len(fd.recording.nodes) > MOST and fd.bill().total <= 160 * ONE
 
 
 def test_a_sum_with_a_name_is_what_it_is() -> None:
@@ -152,7 +152,7 @@ def test_maxima_on_the_ranks_are_reduced_together(order: str, name: str, dtype: 
         fd.add_output(out)
     assert fd.bill().total == 2 * 7 / 8 * ROWS * 2 * dtype.itemsize
     generator = torch.Generator().manual_seed(0)
-    kinds = [fd.tensors[i].type for i in fd.input_tensors()]
+    kinds = [fd.recording.tensors[i].type for i in fd.recording.input_tensors()]
     tensors = [torch.randint(-99, 99, t.shape, generator=generator).to(getattr(torch, t.dtype.value)) for t in kinds]
     assert_same_as_unsharded(fd, tensors)
 

@@ -48,7 +48,7 @@ def test_a_registered_op_is_one_of_fd_ops() -> None:
     expected = [wanted, *torch.autograd.grad(wanted.sum(), leaves)]
     for found, one in zip(fd.simulate(tensors, check_replicas=True), expected, strict=True):
         torch.testing.assert_close(found, one)
-    assert len(fd._compiled) == 1 and str(fd.output_shardings()[0]) == "[-, -, x, -]"
+    assert len(fd._programs.compiled) == 1 and str(fd.output_shardings()[0]) == "[-, -, x, -]"
     assert fd.bill().total < tensors[0].nbytes / 2
     assert "OP.depthwise_conv2d" in str(fd.host_program(1)) and "test_user_ops.py" in str(fd.host_program(1))
     assert "depthwise_conv2d" in fd.explain(y) and "depthwise_conv2d" in dir(fd.ops)

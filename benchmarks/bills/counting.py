@@ -71,7 +71,7 @@ class CountedSimulation(Simulation):
 def random_inputs(fd: mf.FusionDefinition, seed: int = 0) -> list[torch.Tensor]:
     """Global inputs for the sizes as defined: small normal numbers, and indices below 8."""
     generator = torch.Generator().manual_seed(seed)
-    kinds = [fd.tensors[ref.id].type for ref in fd.inputs]
+    kinds = [fd.recording.tensors[ref.id].type for ref in fd.recording.inputs]
     return [_random(kind, generator) for kind in kinds]
 
 
@@ -85,10 +85,10 @@ def executed_bytes(fd: mf.FusionDefinition, inputs: list[torch.Tensor]) -> float
     """Run every rank's program on these global inputs: the bytes that the ranks sent, the mean over them."""
     compiled, meter = fd.compile(), Meter()
     homes = compiled.sharded.homes
-    refs = [ref for ref in fd.inputs if isinstance(ref, TensorRef)]
+    refs = [ref for ref in fd.recording.inputs if isinstance(ref, TensorRef)]
     arguments = {
         rank: [
-            shard(t, homes[ref.id], rank) if ref.id in fd.annotations else t
+            shard(t, homes[ref.id], rank) if ref.id in fd.recording.annotations else t
             for ref, t in zip(refs, inputs, strict=True)
         ]
         for rank in compiled.ranks

@@ -62,7 +62,7 @@ def definition(ops: int) -> mf.FusionDefinition:
     with mf.FusionDefinition() as fd:
         x = fd.define_tensor([BATCH, LENGTH, WIDTH])
         fd.mesh_split(x, mesh, ["dp", None, None])
-        while len(fd.nodes) * (1 + BACKWARD) < ops:
+        while len(fd.recording.nodes) * (1 + BACKWARD) < ops:
             x = layer(fd, mesh, x, weights)
         loss = fd.ops.sum(x * x, [0, 1, 2])
         for result in (loss, *fd.grad(loss, weights)):
@@ -85,9 +85,9 @@ def measure(ops: int) -> dict[str, float]:
     fd.compile().host_program(0)
     peak = tracemalloc.get_traced_memory()[1]
     return {
-        "ops": len(fd.nodes),
-        "us_per_op": round(compiled / len(fd.nodes) * 1e6, 1),
-        "define_us_per_op": round(defined / len(fd.nodes) * 1e6, 1),
+        "ops": len(fd.recording.nodes),
+        "us_per_op": round(compiled / len(fd.recording.nodes) * 1e6, 1),
+        "define_us_per_op": round(defined / len(fd.recording.nodes) * 1e6, 1),
         "peak_mb": round(peak / 2**20, 1),
     }
 

@@ -74,7 +74,7 @@ def _compared(call: Call, sample: Sample, device: str) -> dict[str, Any]:
 
 def reasons(fd: mf.FusionDefinition) -> list[str]:
     """What ran the segments of a simulated definition, and why."""
-    (made,) = fd._simulated.values()
+    (made,) = fd._execution.simulated.values()
     return sorted({f"{c.backend}: {c.why}" for ss in made.simulation.segments for c in ss.chosen.values()})
 
 

@@ -97,7 +97,7 @@ def checked(
 
 def native_call(fd: mf.FusionDefinition, inputs: Sequence[torch.Tensor]) -> Call:
     """nvFuser's own definition of a program of one segment, called with nothing of ours around it."""
-    compiled = next(iter(fd._bound.values())).compiled
+    compiled = next(iter(fd._execution.bound.values())).compiled
     (segment,) = (part for part in compiled.segmented.parts if isinstance(part, Segment))
     definition, given = build_segment(compiled.segmented, segment, 0).definition, list(inputs)
     return lambda: definition.execute(given)

@@ -206,7 +206,7 @@ def _layouts(entry: CheckpointEntry) -> tuple[DeviceMesh | None, Sequence[lay.La
     if isinstance(entry.sharding, Sharding):
         return entry.sharding.mesh, entry.sharding.dims
     assert entry.sharding is not None
-    annotation = entry.sharding.fd.placed(entry.sharding.id)
+    annotation = entry.sharding.fd.recording.placed(entry.sharding.id)
     if annotation is None or annotation.mesh is None:
         return None, [lay.WHOLE] * entry.sharding.ndim
     return annotation.mesh, annotation.named()
@@ -222,7 +222,7 @@ def _annotated(name: str, view: TensorView, shape: tuple[int, ...]) -> Sharding 
             name, f"a tensor of global shape {list(shape)}", f"{list(known)}, as {view.label} has",
             "Save this rank's shard, such as mf.shard_tensor(t, view), and load to a view of the saved size.",
         )  # fmt: skip
-    annotation = view.fd.placed(view.id)
+    annotation = view.fd.recording.placed(view.id)
     if annotation is None or annotation.mesh is None:
         return None
     return annotation.sharding(view.label, shape).placement(shape)

@@ -50,7 +50,7 @@ class Annotation:
             check_axes(name, layouts, self.mesh, self.line)
         return Sharding.make(self.mesh, dims, shape)
 
-    def said(self) -> object:
+    def key(self) -> object:
         """Equal for annotations that give tensors of equal shapes equal shardings."""
         return self.mesh, self.domain.layouts(), self.domain.layouts(reduction=True)
 
@@ -102,8 +102,8 @@ class Annotation:
 
 def check_agreement(old: Annotation, new: Annotation) -> None:
     """Raises DefinitionError unless the second annotation says the same, or the first one gave a mesh only."""
-    told = old.stated or any(leaf.axis is not None for leaf in old.domain.order)
-    same = old.meaning() == new.meaning() if told and old.mesh is not None else old.mesh in (None, new.mesh)
+    splits = old.stated or any(leaf.axis is not None for leaf in old.domain.order)
+    same = old.meaning() == new.meaning() if splits and old.mesh is not None else old.mesh in (None, new.mesh)
     if not same:
         raise contradiction(new.label, str(new), f"{old} at {old.line}", new.line)
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import DefinitionError, caller_line, line_in_script, user_error
 from ..ops import COMPOSITES
 from ..ops.registry import find
 from ..ops.torch_names import INSTEAD
-
-if TYPE_CHECKING:
-    from .builder import DefinitionBuilder
+from .recording import Definition
 
 
 def op_instead(name: str) -> str:
@@ -30,7 +28,7 @@ class Arithmetic:
     """Python's operators as ops of the definition."""
 
     __slots__ = ("fd",)
-    fd: DefinitionBuilder
+    fd: Definition
     __hash__ = object.__hash__
     # numpy's arrays leave an operator to us: they would apply it to each of their numbers.
     __array_ufunc__ = None

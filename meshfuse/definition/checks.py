@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..argument_checks import as_int
 from ..dtypes import Category, DataType, from_torch, scalar_dtype
 from ..errors import MeshfuseError, SourceLine, caller_line, shown, user_error
 from ..mesh import DeviceMesh
-from ..ops.binding import Resolve, described, of_kind, wrong_kind
+from ..ops.binding import described
 from ..ops.shape_arithmetic import check_fits
-from ..ops.values import REQUIRED, ParamKind, TensorType
+from ..ops.values import TensorType
 from ..scalars import python_cast
 from ..sharding.value import MOST_DIMS
-from .annotation import Annotation
-from .tensor_view import TensorView
 
 _LARGEST = 2**63 - 1
 _NUMBERS: tuple[Any, ...] = (int, float, complex)
-# By the annotation of a composite's parameter: its kind, and whether the composite gets arguments as ops do.
-_KINDS = {
-    "int": (ParamKind.INT, True), "int | None": (ParamKind.INT, True), "DimsArgument": (ParamKind.OPTIONAL_DIMS, True),
-    "bool": (ParamKind.BOOL, True), "DataType | None": (ParamKind.DTYPE, True),
-    "float": (ParamKind.SCALAR, False), "float | None": (ParamKind.SCALAR, False),
-    "Sequence[int]": (ParamKind.SHAPE, False),
-    "Tensor": (ParamKind.TENSOR, False), "Tensor | None": (ParamKind.OPTIONAL_TENSOR, False),
-}  # fmt: skip
 
 
 def checked_sizes(given: Any, line: SourceLine) -> tuple[int, ...]:
@@ -141,19 +129,6 @@ def check_results(op: str, types: Sequence[TensorType]) -> None:
         check_fits(op, found)
 
 
-def check_meshes(annotations: Iterable[Annotation]) -> None:
-    """Raises DefinitionError where an axis is bound to a mesh axis and the tensor has no mesh."""
-    for annotation in annotations:
-        if annotation.mesh is None and annotation.is_on_devices:
-            raise user_error(
-                f"tensor {annotation.label} is parallelized and has no mesh",
-                str(annotation.domain),
-                "a mesh",
-                "Call its set_device_mesh.",
-                annotation.line,
-            )
-
-
 def checked_number(what: str, value: Any, dtype: DataType | None, line: SourceLine) -> Any:
     """The value as a Python number of the dtype's kind. Raises DefinitionError where the dtype cannot hold it."""
     number = plain_number(value)
@@ -184,7 +159,7 @@ def _range_of(dtype: DataType) -> range:
 def checked_mesh(mesh: Any, line: SourceLine) -> DeviceMesh:
     """A mesh from one of meshfuse's or torch's, or from ranks. Raises DefinitionError for anything else."""
     if isinstance(mesh, DeviceMesh):
-        return mesh
+        return mesh.plain()
     try:
         if mesh is None or isinstance(mesh, str):
             raise TypeError
@@ -200,56 +175,3 @@ def mesh_of_torch(mesh: Any) -> DeviceMesh:
     """A mesh from a `torch.distributed.DeviceMesh`, or from ranks."""
     ranks = getattr(mesh, "mesh", mesh)
     return DeviceMesh(ranks, getattr(mesh, "mesh_dim_names", None))
-
-
-def composite_call(
-    fd: Any, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], resolve: Resolve
-) -> Any:
-    """Call a composite. Raises DefinitionError for arguments that it does not take or cannot work with."""
-    called, call_as = inspect.signature(function), usage(name, function)
-    if "dim" in kwargs and "dims" in called.parameters and "dims" not in kwargs:  # as the ops of the table take it
-        kwargs = {"dims" if key == "dim" else key: value for key, value in kwargs.items()}
-    try:
-        bound = called.bind(fd, *args, **kwargs)
-    except TypeError as error:
-        raise user_error(f"{name}: {error}", "", "", f"Call it as {call_as}.") from None
-    first = bound.args[1] if len(bound.args) > 1 else None
-    if not isinstance(first, TensorView):
-        raise user_error(
-            f"{name}: the first argument",
-            described(first),
-            "a tensor of this definition",
-            f"Call it as {call_as}.",
-        )
-    _check_kinds(name, bound, call_as, resolve)
-    try:
-        return function(*bound.args, **bound.kwargs)
-    except MeshfuseError as error:
-        if not str(error.args[0]).startswith(name):
-            error.args = (f"{name}: {error.args[0]}",)
-        raise
-    except (TypeError, AttributeError) as error:
-        wrong = f"{name}: an argument is of the wrong kind"
-        raise user_error(wrong, str(error), "", f"Call it as {call_as}.") from error
-
-
-def _check_kinds(name: str, bound: inspect.BoundArguments, call_as: str, resolve: Resolve) -> None:
-    """Raises DefinitionError for an argument of another kind than its parameter's; puts the others in plain form."""
-    for param, value in bound.arguments.items():
-        declared = bound.signature.parameters[param]
-        kind, plain = _KINDS.get(declared.annotation, (None, False))
-        none = value is None and declared.annotation.endswith("| None")
-        if kind is None or none or value is declared.default:
-            continue
-        found = of_kind(kind, value, resolve)
-        if found is REQUIRED:
-            raise wrong_kind(name, param, kind, value, call_as)
-        bound.arguments[param] = found if plain else value
-
-
-@functools.cache
-def usage(name: str, function: Callable[..., Any]) -> str:
-    """How a composite is called, as text: `softmax(x, dim=-1, dtype=None)`."""
-    params = list(inspect.signature(function).parameters.values())[1:]
-    parts = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in params]
-    return f"{name}({', '.join(parts)})"

@@ -235,7 +235,7 @@ class AxisView:
         Raises DefinitionError where it is bound to something else already, and for an axis that has been split or
         merged, or whose tensor has been annotated anew, since it was asked for: that binds nothing.
         """
-        self.tensor.fd.check_open()
+        self.tensor.fd.recording.check_open()
         if not self.tensor.has_axis(self.domain, self.leaf):
             raise self._gone("parallelize")
         if isinstance(parallel_type, ParallelType) and parallel_type in KERNEL_TYPES:
@@ -307,15 +307,15 @@ class AxisView:
         return self.tensor.axis_text(self.domain, self.leaf)
 
 
-def _axis_name(kind: ParallelType) -> str | None:
-    if not isinstance(kind, ParallelType):
+def _axis_name(parallel_type: ParallelType) -> str | None:
+    if not isinstance(parallel_type, ParallelType):
         raise user_error(
             "parallelize",
-            shown(kind),
+            shown(parallel_type),
             f"one of {list(ParallelType)}",
             "Pass an mf.ParallelType.",
             caller_line(),
         )
-    if kind is ParallelType.serial:
+    if parallel_type is ParallelType.serial:
         return None
-    return STREAM if kind is ParallelType.stream else PARALLEL_NAMES[kind]
+    return STREAM if parallel_type is ParallelType.stream else PARALLEL_NAMES[parallel_type]

@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..errors import DefinitionError, caller_line, shown, user_error
 from ..ops import COMPOSITES, OPS, families
 from ..ops.binding import signature
-from ..ops.opdef import OpDef
-from ..ops.registry import find, names
+from ..ops.registry import names
 from ..ops.summary import help_text
-from ..ops.torch_names import INSTEAD
 from ..ops.values import TensorRef
-from .checks import usage
+from .calls import call_composite, call_with_keywords, find_op, usage
+from .recording import Definition
 from .tensor_view import TensorView, Val
-
-if TYPE_CHECKING:
-    from .builder import DefinitionBuilder
-
-
-class UnknownOpError(DefinitionError, AttributeError):
-    """`fd.ops` has no such op."""
-
-
-def find_op(name: str | OpDef) -> OpDef:
-    """The op of this name; an OpDef as it is. Raises UnknownOpError, which suggests similar names."""
-    op = find(name)
-    if op is None:
-        instead = INSTEAD.get(name) if isinstance(name, str) else None
-        near = difflib.get_close_matches(name, [*names(), *COMPOSITES]) if isinstance(name, str) and not instead else []
-        raise user_error(
-            f"meshfuse has no op {shown(name)}", f"near to it {near}" if near else "", "",
-            f"{f'Write {instead}. ' if instead else ''}dir(fd.ops) lists all; mf.register_op adds one.",
-            caller_line(), UnknownOpError,
-        )  # fmt: skip
-    return op
 
 
 def help_of(name: str) -> str:
@@ -74,10 +50,10 @@ def _lines(ops: Iterable[tuple[str, str]]) -> str:
 class OpFunction(functools.partial[Any]):
     @property
     def __doc__(self) -> str:
-        return help_of(self.args[0])
+        return help_of(self.args[1])
 
     def __repr__(self) -> str:
-        return f"<fd.ops.{self.args[0]}>"
+        return f"<fd.ops.{self.args[1]}>"
 
 
 class OpNamespace:
@@ -85,14 +61,14 @@ class OpNamespace:
 
     __slots__ = ("_fd",)
 
-    def __init__(self, fd: DefinitionBuilder):
+    def __init__(self, fd: Definition):
         self._fd = fd
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name in COMPOSITES:
-            return OpFunction(self._fd.call_composite, name)
+            return OpFunction(call_composite, self._fd, name)
         find_op(name)
-        return OpFunction(self._fd.call_with_keywords, name)
+        return OpFunction(call_with_keywords, self._fd, name)
 
     def __dir__(self) -> list[str]:
         return sorted([*names(), *COMPOSITES])
@@ -103,12 +79,14 @@ class Fusion:
 
     __slots__ = ("_fd",)
 
-    def __init__(self, fd: DefinitionBuilder):
+    def __init__(self, fd: Definition):
         self._fd = fd
 
     def inputs(self) -> list[TensorView | Val]:
         """The inputs in the order of their definition."""
-        return [TensorView(self._fd, r) if isinstance(r, TensorRef) else Val(self._fd, r) for r in self._fd.inputs]
+        return [
+            TensorView(self._fd, r) if isinstance(r, TensorRef) else Val(self._fd, r) for r in self._fd.recording.inputs
+        ]
 
     def outputs(self) -> list[TensorView]:
-        return [TensorView(self._fd, TensorRef(i)) for i in self._fd.outputs]
+        return [TensorView(self._fd, TensorRef(i)) for i in self._fd.recording.outputs]

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..definition.tensor_view import TensorView, Val
 from ..dtypes import Category, DataType
 from ..errors import SourceLine, located, user_error
 from ..kernels.scalars import FUNCTIONS
+from ..ops.opdef import OpDef
 from ..ops.values import ScalarRef, TensorRef
 from ..ops.vjp import Backward, sizes
 from ..ops.window_gradients import WindowGradient, joined_windows
-
-if TYPE_CHECKING:
-    from ..definition.builder import DefinitionBuilder
-    from ..definition.records import OpNode
-    from ..ops.opdef import OpDef
+from .calls import call_at
+from .recording import Definition, OpNode
+from .tensor_view import TensorView, Val
 
 
 def gradients(
-    fd: DefinitionBuilder,
+    fd: Definition,
     outputs: Sequence[TensorView],
     wrt: Sequence[TensorView],
     grad_outputs: Sequence[TensorView | None],
@@ -61,7 +59,7 @@ class _GradientOps:
     On numbers alone the result is a number.
     """
 
-    def __init__(self, fd: DefinitionBuilder, line: SourceLine):
+    def __init__(self, fd: Definition, line: SourceLine):
         self.fd, self.line = fd, line
         self._made: dict[Any, Any] = {}
         self._widened: dict[int, TensorView] = {}
@@ -83,7 +81,7 @@ class _GradientOps:
 
     def copy(self, x: TensorView) -> TensorView:
         """A tensor of its own that equals x."""
-        return self.fd.call_at(self.line, "set", (x,))
+        return call_at(self.fd, self.line, "set", (x,))
 
     def gradients(
         self, outputs: Sequence[TensorView], wrt: Sequence[TensorView], grads: Sequence[TensorView]
@@ -100,7 +98,7 @@ class _GradientOps:
             return FUNCTIONS[name](*args)
         key = (name, *map(_key, args))
         if key not in self._made:
-            self._made[key] = self.fd.call_at(self.line, name, args)
+            self._made[key] = call_at(self.fd, self.line, name, args)
         return self._made[key]
 
 
@@ -120,10 +118,10 @@ class _Sweep:
     be unreduced sums, which are then added up before they are reduced.
     """
 
-    def __init__(self, fd: DefinitionBuilder, wrt: Sequence[int], constants: frozenset[int], line: SourceLine):
+    def __init__(self, fd: Definition, wrt: Sequence[int], constants: frozenset[int], line: SourceLine):
         self.fd, self.line = fd, line
-        self.nodes = tuple(fd.nodes)
-        self.first_new = len(fd.tensors)
+        self.nodes = tuple(fd.recording.nodes)
+        self.first_new = len(fd.recording.tensors)
         self.ops = _GradientOps(fd, line)
         self.active = self._reached(wrt, constants)
         self._parts: dict[int, list[tuple[bool, TensorView | WindowGradient]]] = {}
@@ -131,7 +129,7 @@ class _Sweep:
 
     def _reached(self, wrt: Sequence[int], constants: frozenset[int]) -> set[int]:
         """The tensors that depend on those of `wrt`, and no constants."""
-        found, tensors = set(wrt), self.fd.tensors
+        found, tensors = set(wrt), self.fd.recording.tensors
         for node in self.nodes:
             if any(i in found for i in node.inputs):
                 found.update(
@@ -178,7 +176,7 @@ class _Sweep:
         parts = self._parts.get(tensor)
         if not parts:
             return None
-        shape, dtype = self.fd.tensors[tensor].type
+        shape, dtype = self.fd.recording.tensors[tensor].type
         pieces = [part for _, part in parts if isinstance(part, WindowGradient)]
         others = sorted(
             (entry for entry in parts if not isinstance(entry[1], WindowGradient)), key=lambda entry: entry[0]
@@ -235,9 +233,9 @@ class _Sweep:
         for tensor in wrt:
             grad = self._total(tensor.id)
             if grad is None:
-                grad = self.fd.call_at(self.line, "full", (sizes(tensor), 0.0, tensor.dtype))
+                grad = call_at(self.fd, self.line, "full", (sizes(tensor), 0.0, tensor.dtype))
             elif grad.id < self.first_new or grad.id in given:
-                grad = self.fd.call_at(self.line, "set", (grad,))
+                grad = call_at(self.fd, self.line, "set", (grad,))
             given.add(grad.id)
             out.append(grad)
         return out

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from typing import TYPE_CHECKING
 
-from .builder import DefinitionBuilder
-
-if TYPE_CHECKING:
-    from ..runtime.world import World
+from ..runtime.world import World
+from .recording import Recording
 
 _numbers = itertools.count(1)
 
@@ -23,23 +20,23 @@ _numbers = itertools.count(1)
 class Seed:
     """What a definition draws random numbers by: the seed that it is given, or one of its own (None)."""
 
-    def __init__(self, given: int | None):
-        self.given = given
-        self._number = next(_numbers) if given is None else 0
+    def __init__(self, recording: Recording):
+        self._recording, self.given = recording, recording.seed
+        self._number = next(_numbers) if self.given is None else 0
         self._is_agreed, self._own = False, None
 
-    def of(self, fd: DefinitionBuilder) -> int:
+    def value(self) -> int:
         """The seed. A definition's own follows from its first rank, and so from its annotations."""
         if self.given is not None:
             return self.given
         if self._own is None:
-            self._own = _own(self._number, min(_ranks(fd), default=0))
+            self._own = _own(self._number, min(_ranks(self._recording), default=0))
         return self._own
 
-    def agree(self, fd: DefinitionBuilder, world: World) -> None:
+    def agree(self, world: World) -> None:
         """Take the number of the first rank, if the definition draws; all of its ranks do so at their first call."""
-        ranks = _ranks(fd) or world.all_ranks
-        draws = self.given is None and any(node.draws for node in fd.nodes)
+        ranks = _ranks(self._recording) or world.all_ranks
+        draws = self.given is None and any(node.draws for node in self._recording.nodes)
         if draws and not self._is_agreed and world.rank in ranks and len(ranks) > 1:
             self._number, self._own = int(world.meetings.told(ranks, "seeds", str(self._number))[0]), None
         self._is_agreed = True
@@ -51,13 +48,7 @@ def _own(number: int, first_rank: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def _ranks(fd: DefinitionBuilder) -> list[int]:
+def _ranks(recording: Recording) -> list[int]:
     """The ranks of a definition's meshes, in order; none where it has no mesh, and is computed on every rank."""
-    meshes = {id(a.mesh): a.mesh for a in fd.annotations.values() if a.mesh is not None}
+    meshes = {id(a.mesh): a.mesh for a in recording.annotations.values() if a.mesh is not None}
     return sorted({rank for mesh in meshes.values() for rank in mesh.ranks})
-
-
-def given_seed(fd: DefinitionBuilder) -> int | None:
-    """The seed that a definition was given; None for none, and for a builder that draws nothing."""
-    seed = getattr(fd, "_seed", None)
-    return seed.given if isinstance(seed, Seed) else None

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..argument_checks import as_int, check_flags
 from ..dtypes import DataType
-from ..errors import DefinitionError, caller_line, shown, user_error
+from ..errors import DefinitionError, SourceLine, caller_line, shown, user_error
 from ..mesh import DeviceMesh, ParallelType
 from ..ops.values import ScalarRef, TensorRef, TensorType
+from .annotating import put_on_mesh, set_allocation
 from .arithmetic import Arithmetic, op_instead
 from .loop import AxisView, Leaf, LoopDomain
+from .recording import Definition
 from .text import Extents, TensorDomain, tensor_text
-
-if TYPE_CHECKING:
-    from .builder import DefinitionBuilder
-
 
 _NO_MOVES: Mapping[int, int] = MappingProxyType({})
 
@@ -35,12 +33,12 @@ class Val(Arithmetic):
 
     __slots__ = ("ref",)
 
-    def __init__(self, fd: DefinitionBuilder, ref: ScalarRef):
+    def __init__(self, fd: Definition, ref: ScalarRef):
         self.fd, self.ref = fd, ref
 
     @property
     def dtype(self) -> DataType:
-        return self.fd.scalars[self.ref.id].dtype
+        return self.fd.recording.scalars[self.ref.id].dtype
 
     def is_tensor(self) -> bool:
         """False: tells scalars from tensors among a definition's values."""
@@ -48,16 +46,16 @@ class Val(Arithmetic):
 
     def is_symbolic(self) -> bool:
         """False for a constant."""
-        return self.fd.scalars[self.ref.id].op != "const"
+        return self.fd.recording.scalars[self.ref.id].op != "const"
 
     def definition(self) -> Any:
         """The arithmetic that makes the scalar; None for an input, a constant or the size of a dim."""
-        made = self.fd.scalars[self.ref.id]
+        made = self.fd.recording.scalars[self.ref.id]
         return None if made.op in ("input", "const", "size") else made
 
     def uses(self) -> list[Any]:
         """The scalars that are computed from this one."""
-        return [made for made in self.fd.scalars.values() if self.ref in made.operands]
+        return [made for made in self.fd.recording.scalars.values() if self.ref in made.operands]
 
     def __repr__(self) -> str:
         return f"Val(s{self.ref.id}: {self.dtype.name})"
@@ -97,7 +95,7 @@ class TensorView(Arithmetic):
 
     __slots__ = ("_rfactored", "ref")
 
-    def __init__(self, fd: DefinitionBuilder, ref: TensorRef, rfactored: LoopDomain | None = None):
+    def __init__(self, fd: Definition, ref: TensorRef, rfactored: LoopDomain | None = None):
         self.fd, self.ref, self._rfactored = fd, ref, rfactored
 
     @property
@@ -108,17 +106,17 @@ class TensorView(Arithmetic):
     @property
     def type(self) -> TensorType:
         """Shape (-1 where the arguments decide) and dtype."""
-        return self.fd.tensors[self.ref.id].type
+        return self.fd.recording.tensors[self.ref.id].type
 
     @property
     def name(self) -> str:
         """`t` and the number: `t0`."""
-        return self.fd.tensors[self.ref.id].name
+        return self.fd.recording.tensors[self.ref.id].name
 
     @property
     def label(self) -> str:
         """The script's variable, if its line shows one, with the name: `x (t0)`."""
-        return self.fd.tensors[self.ref.id].label
+        return self.fd.recording.tensors[self.ref.id].label
 
     def is_tensor(self) -> bool:
         """True: tells tensors from scalars among a definition's values."""
@@ -192,7 +190,7 @@ class TensorView(Arithmetic):
         return f"TensorView({self.name}: {self.type})"
 
     def __str__(self) -> str:
-        return tensor_text(self.fd, self.id, self.domain())
+        return tensor_text(self.fd.recording, self.id, self.domain())
 
     def is_symbolic(self) -> bool:
         """True: no tensor is a constant."""
@@ -200,34 +198,34 @@ class TensorView(Arithmetic):
 
     def definition(self) -> Any:
         """The op that makes the tensor; None for an input."""
-        node = self.fd.producer(self.id)
-        return None if node is None else self.fd.expression(node)
+        node = self.fd.recording.producer(self.id)
+        return None if node is None else self.fd._expression(node)
 
     def uses(self) -> list[Any]:
         """The ops that read the tensor."""
-        return [self.fd.expression(node) for node in self.fd.nodes if self.id in node.inputs]
+        return [self.fd._expression(node) for node in self.fd.recording.nodes if self.id in node.inputs]
 
     # nvFuser's scheduling calls
 
     @property
     def _domain(self) -> LoopDomain:
-        return self._rfactored if self._rfactored is not None else self.fd.annotation(self).domain
+        return self._rfactored if self._rfactored is not None else self.fd.recording.annotation_to_edit(self.id).domain
 
     def set_device_mesh(self, mesh: DeviceMesh) -> None:
         """Put the tensor on a mesh; it is whole on each of its ranks unless axes are parallelized.
 
         Raises DefinitionError where the tensor has been put on another mesh.
         """
-        self.fd.annotate_mesh(self, mesh)
+        put_on_mesh(self.fd.recording, self.id, mesh)
 
     @property
     def mesh(self) -> DeviceMesh | None:
         """The mesh that an annotation puts the tensor on; None if none does."""
-        return self.fd.annotation(self).mesh
+        return self.fd.recording.annotation_to_edit(self.id).mesh
 
     def has_device_mesh(self) -> bool:
         """Whether an annotation puts the tensor on a mesh."""
-        return self.fd.is_annotated(self)
+        return self.fd.recording.is_annotated(self.id)
 
     def axis(self, index: int) -> AxisView:
         """An axis of the loop domain, counted from the back if negative. Raises DefinitionError where there is none."""
@@ -247,8 +245,8 @@ class TensorView(Arithmetic):
         return self._numbered(self._domain)
 
     def _numbered(self, domain: LoopDomain) -> TensorDomain:
-        extents = Extents(domain, self.type.shape, self.mesh)
-        return TensorDomain(extents, sum(self.fd.loop_dims(i) for i in range(self.id)))
+        extents, recording = Extents(domain, self.type.shape, self.mesh), self.fd.recording
+        return TensorDomain(extents, sum(len(recording.reduction_flags(i)) for i in range(self.id)))
 
     def axis_text(self, domain: LoopDomain, leaf: Leaf) -> str:
         place = next((i for i, other in enumerate(domain.loop) if other is leaf), 0)
@@ -265,7 +263,7 @@ class TensorView(Arithmetic):
 
     def split(self, axis: int, factor: int, inner_split: bool = True) -> TensorView:
         """Split a loop axis; the inner part has size `factor` (the outer one with inner_split=False)."""
-        self.fd.check_open()
+        self.fd.recording.check_open()
         check_flags(caller_line(), inner_split=inner_split)
         self._domain.split(axis, factor, inner_split)
         return self
@@ -285,7 +283,7 @@ class TensorView(Arithmetic):
         kernel's work: it cannot be bound to a mesh axis. Raises DefinitionError where one is a reduction and the other
         not.
         """
-        self.fd.check_open()
+        self.fd.recording.check_open()
         self._domain.merge(axis_o, axis_i)
         return self
 
@@ -305,7 +303,7 @@ class TensorView(Arithmetic):
 
     def reorder(self, old2new: Mapping[int, int] | Sequence[int] = _NO_MOVES) -> TensorView:
         """Move loop axes: a mapping {old position: new position}, or a list with the old position for every new one."""
-        self.fd.check_open()
+        self.fd.recording.check_open()
         self._domain.reorder(self._moves(old2new))
         return self
 
@@ -326,7 +324,7 @@ class TensorView(Arithmetic):
 
     def swizzle1d(self, axis: int, parallel_type: ParallelType) -> TensorView:
         """Let every rank begin its loop over the axis at another place: a ring. No data moves."""
-        self.fd.check_open()
+        self.fd.recording.check_open()
         self._domain.order[self._domain.place(axis, "swizzle1d")].swizzled = True
         return self
 
@@ -336,7 +334,7 @@ class TensorView(Arithmetic):
         Returns the tensor of the terms in between. Binding one of its remaining reduction axes to a mesh axis says that
         the later step runs over the ranks of that axis. Raises DefinitionError for axes that are no reductions.
         """
-        self.fd.check_open()
+        self.fd.recording.check_open()
         domain = self._domain
         chosen = [domain.order[domain.place(axis, "rfactor")] for axis in _listed(axes)]
         if not chosen or not all(leaf.reduction for leaf in chosen):
@@ -358,7 +356,7 @@ class TensorView(Arithmetic):
 
         `new_contiguity` changes nothing. Raises DefinitionError unless every dim is there.
         """
-        self.fd.set_allocation(self, self._domain, new_allocation_domain)
+        set_allocation(self.fd.recording, self.id, self._domain, new_allocation_domain)
 
     def get_loop_domain(self) -> list[AxisView]:
         """The axes of the loop domain, in their order."""
@@ -378,9 +376,19 @@ class TensorView(Arithmetic):
 
     def set_memory_type(self, memory_type: Any) -> None:
         """nvFuser's kind of memory (symmetric memory). Accepted; changes no value."""
-        self.fd.check_open()
-        self.fd.annotation(self).memory = str(memory_type)
+        self.fd.recording.check_open()
+        self.fd.recording.annotation_to_edit(self.id).memory = str(memory_type)
 
 
 def _listed(axes: Any) -> Sequence[Any]:
     return (axes,) if as_int(axes) is not None or not isinstance(axes, (list, tuple)) else axes
+
+
+def own(fd: Definition, tensor: Any, what: str, line: SourceLine) -> TensorView:
+    """The tensor. Raises DefinitionError for anything but a tensor of this definition."""
+    if not isinstance(tensor, TensorView) or tensor.fd is not fd:
+        raise user_error(
+            what, f"{shown(tensor)} of another definition" if isinstance(tensor, TensorView) else shown(tensor),
+            "a tensor of this definition", "Pass what this FusionDefinition's own calls returned.", line,
+        )  # fmt: skip
+    return tensor

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..dtypes import DataType
 from ..mesh import STREAM, DeviceMesh
 from .loop import Leaf, LoopDomain
-
-if TYPE_CHECKING:
-    from .builder import DefinitionBuilder
+from .recording import Recording
 
 _TYPES = {
     DataType.Double: "double", DataType.Float: "float", DataType.Half: "__half", DataType.BFloat16: "__bfloat",
@@ -87,9 +85,9 @@ class TensorDomain:
         return []
 
 
-def tensor_text(fd: DefinitionBuilder, tensor: int, domain: TensorDomain) -> str:
+def tensor_text(recording: Recording, tensor: int, domain: TensorDomain) -> str:
     """A tensor's number, place (g for arguments and results, l for others), type and domain, as text."""
-    place = "g" if tensor in fd.outputs or tensor in fd.input_tensors() else "l"
-    kind, mesh = fd.tensors[tensor].type.dtype, domain.extents.mesh
+    place = "g" if tensor in recording.outputs or tensor in recording.input_tensors() else "l"
+    dtype, mesh = recording.tensors[tensor].type.dtype, domain.extents.mesh
     where = "" if mesh is None else f" ({mesh!r})"
-    return f"T{tensor}_{place}_{_TYPES.get(kind, kind.value)}{domain}{where}"
+    return f"T{tensor}_{place}_{_TYPES.get(dtype, dtype.value)}{domain}{where}"

@@ -11,9 +11,8 @@ import torch
 from torch.autograd import forward_ad
 
 from ..argument_checks import as_int
-from ..definition.builder import DefinitionBuilder
 from ..definition.checks import number_fits, plain_number
-from ..definition.records import TensorDef
+from ..definition.recording import Recording, TensorDef
 from ..errors import ArgumentError, DefinitionError, SizeError, SourceLine, shown, user_error
 from ..kernels import settled
 from ..ops.shape_arithmetic import UNKNOWN
@@ -46,52 +45,53 @@ class Inputs:
 _FOLLOWING = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
-def split_arguments(fd: DefinitionBuilder, arguments: Sequence[Any], line: SourceLine | None = None) -> Inputs:
+def split_arguments(recording: Recording, arguments: Sequence[Any], line: SourceLine | None = None) -> Inputs:
     """A call's arguments by their numbers in the definition.
 
     Raises ArgumentError for a wrong count, kind (DTensors included), dtype, number of dims or stride order, and for
     mixed devices; DefinitionError for a definition without outputs.
     """
-    check_count(fd, arguments, line)
+    check_count(recording, arguments, line)
     tensors: dict[int, torch.Tensor] = {}
     scalars: dict[int, Any] = {}
-    for place, (ref, value) in enumerate(zip(fd.inputs, arguments, strict=True)):
+    for place, (ref, value) in enumerate(zip(recording.inputs, arguments, strict=True)):
         if isinstance(ref, TensorRef):
-            tensors[ref.id] = _checked_tensor(place, fd.tensors[ref.id], value, line)
+            tensors[ref.id] = _checked_tensor(place, recording.tensors[ref.id], value, line)
         else:
-            scalars[ref.id] = _checked_scalar(fd, place, ref.id, value, line)
-    return Inputs(tensors, scalars, _device(fd, tensors, line))
+            scalars[ref.id] = _checked_scalar(recording, place, ref.id, value, line)
+    return Inputs(tensors, scalars, _device(recording, tensors, line))
 
 
-def check_count(fd: DefinitionBuilder, arguments: Any, line: SourceLine | None) -> None:
+def check_count(recording: Recording, arguments: Any, line: SourceLine | None) -> None:
     """Raises ArgumentError unless there is one argument per input, DefinitionError without outputs."""
-    fd.check_complete(line)
-    check_list(fd, arguments, line)
-    if len(arguments) != len(fd.inputs):
+    recording.check_complete(line)
+    check_list(recording, arguments, line)
+    if len(arguments) != len(recording.inputs):
         raise user_error(
-            "wrong number of arguments", str(len(arguments)), f"{len(fd.inputs)}: {_signature(fd)}",
+            "wrong number of arguments", str(len(arguments)), f"{len(recording.inputs)}: {_signature(recording)}",
             "Pass one argument per define_tensor and define_scalar, in their order"
-            f"{': fd(*tensors) of a list' if _is_list_of_all(fd, arguments) else ''}.", line, ArgumentError,
+            f"{': fd(*tensors) of a list' if _is_list_of_all(recording, arguments) else ''}.", line, ArgumentError,
         )  # fmt: skip
 
 
-def _is_list_of_all(fd: DefinitionBuilder, arguments: Sequence[Any]) -> bool:
+def _is_list_of_all(recording: Recording, arguments: Sequence[Any]) -> bool:
     """Whether a single argument was passed, a list of as many values as there are inputs."""
     first = arguments[0] if len(arguments) == 1 else None
-    return isinstance(first, (list, tuple)) and len(first) == len(fd.inputs)
+    return isinstance(first, (list, tuple)) and len(first) == len(recording.inputs)
 
 
-def check_list(fd: DefinitionBuilder, arguments: Any, line: SourceLine | None) -> None:
+def check_list(recording: Recording, arguments: Any, line: SourceLine | None) -> None:
     """Raises ArgumentError unless the arguments are a list."""
     if not isinstance(arguments, (list, tuple)):
         raise user_error(
-            "the arguments", f"{type(arguments).__name__}", f"a list of {len(fd.inputs)}: {_signature(fd)}",
-            "Pass one list with all of them.", line, ArgumentError,
+            "the arguments", f"{type(arguments).__name__}",
+            f"a list of {len(recording.inputs)}: {_signature(recording)}", "Pass one list with all of them.", line,
+            ArgumentError,
         )  # fmt: skip
 
 
-def _signature(fd: DefinitionBuilder) -> str:
-    names = [fd.tensors[r.id].label if isinstance(r, TensorRef) else f"s{r.id}" for r in fd.inputs]
+def _signature(recording: Recording) -> str:
+    names = [recording.tensors[r.id].label if isinstance(r, TensorRef) else f"s{r.id}" for r in recording.inputs]
     return f"[{', '.join(names)}]"
 
 
@@ -211,11 +211,11 @@ def _stride_problem(made: TensorDef, value: torch.Tensor) -> _Problem | None:
     )  # fmt: skip
 
 
-def _checked_scalar(fd: DefinitionBuilder, place: int, number: int, value: Any, line: SourceLine | None) -> Any:
+def _checked_scalar(recording: Recording, place: int, number: int, value: Any, line: SourceLine | None) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         with contextlib.suppress(RuntimeError):  # a tensor on the meta device has no number
             value = value.item()
-    dtype, fits = fd.scalars[number].dtype, True
+    dtype, fits = recording.scalars[number].dtype, True
     try:
         value = plain_number(value)
     except DefinitionError:  # an int of more than 64 bits
@@ -228,14 +228,14 @@ def _checked_scalar(fd: DefinitionBuilder, place: int, number: int, value: Any, 
     return python_cast(value, dtype)
 
 
-def _device(fd: DefinitionBuilder, tensors: Mapping[int, torch.Tensor], line: SourceLine | None) -> torch.device:
+def _device(recording: Recording, tensors: Mapping[int, torch.Tensor], line: SourceLine | None) -> torch.device:
     first: dict[str, int] = {}
     for i, tensor in tensors.items():
         first.setdefault(str(tensor.device), i)
     if len(first) > 1:
         raise user_error(
             "arguments on different devices",
-            ", ".join(f"{fd.tensors[i].label} on {name}" for name, i in first.items()),
+            ", ".join(f"{recording.tensors[i].label} on {name}" for name, i in first.items()),
             "one device",
             "Move them to one device.",
             line,
@@ -244,12 +244,12 @@ def _device(fd: DefinitionBuilder, tensors: Mapping[int, torch.Tensor], line: So
     return next((t.device for t in tensors.values()), torch.device("cpu"))
 
 
-def check_numbers(fd: DefinitionBuilder, given: Inputs, what: str, line: SourceLine) -> None:
+def check_numbers(recording: Recording, given: Inputs, what: str, line: SourceLine) -> None:
     """Raises ArgumentError for tensors on the meta device, which hold no numbers, where `what` needs these."""
     if given.device.type == "meta":
         raise user_error(
             f"{what}: arguments without numbers",
-            ", ".join(f"{fd.tensors[i].label} on meta" for i in given.tensors),
+            ", ".join(f"{recording.tensors[i].label} on meta" for i in given.tensors),
             "tensors with memory, on a CPU or a GPU",
             "Make them with torch.zeros_like(t, device='cpu'); fd.simulate takes meta tensors, for shapes alone.",
             line,
@@ -257,16 +257,18 @@ def check_numbers(fd: DefinitionBuilder, given: Inputs, what: str, line: SourceL
         )
 
 
-def compile_shapes(fd: DefinitionBuilder, shapes: Sequence[Any], line: SourceLine) -> dict[int, tuple[int, ...]]:
+def compile_shapes(recording: Recording, shapes: Sequence[Any], line: SourceLine) -> dict[int, tuple[int, ...]]:
     """Global shapes by input tensor: as given, or without any as defined.
 
     Raises DefinitionError for a wrong count, for sizes left open and for those that contradict the definition.
     """
-    fd.check_complete(line)
-    tensors = fd.input_tensors()
-    given = list(shapes) if shapes else [fd.tensors[i].type.shape for i in tensors]
+    recording.check_complete(line)
+    tensors = recording.input_tensors()
+    given = list(shapes) if shapes else [recording.tensors[i].type.shape for i in tensors]
     if not shapes and not all(map(_is_shape, given)):
-        open_ones = ", ".join(f"{fd.tensors[i].label}: {fd.tensors[i].type}" for i in _open_inputs(fd))
+        open_ones = ", ".join(
+            f"{recording.tensors[i].label}: {recording.tensors[i].type}" for i in _open_inputs(recording)
+        )
         raise user_error(
             "compile needs the size of every dim", open_ones, "a size for each '?'",
             "Pass one global shape per input tensor, or call the definition first.", line,
@@ -275,13 +277,13 @@ def compile_shapes(fd: DefinitionBuilder, shapes: Sequence[Any], line: SourceLin
         raise user_error(
             "compile needs the size of every dim",
             shown([list(s) if isinstance(s, tuple) else s for s in given]),
-            f"{len(tensors)} shapes without -1, for {_signature(fd)}",
+            f"{len(tensors)} shapes without -1, for {_signature(recording)}",
             "Pass one global shape per input tensor.",
             line,
         )
     found = {i: tuple(int(n) for n in shape) for i, shape in zip(tensors, given, strict=True)}
     for i, shape in found.items():
-        _check_as_defined(fd.tensors[i], shape, line)
+        _check_as_defined(recording.tensors[i], shape, line)
     return found
 
 
@@ -294,20 +296,20 @@ def _check_as_defined(tensor: TensorDef, shape: tuple[int, ...], line: SourceLin
         )  # fmt: skip
 
 
-def _open_inputs(fd: DefinitionBuilder) -> list[int]:
-    return [i for i in fd.input_tensors() if -1 in fd.tensors[i].type.shape]
+def _open_inputs(recording: Recording) -> list[int]:
+    return [i for i in recording.input_tensors() if -1 in recording.tensors[i].type.shape]
 
 
 def _is_shape(shape: Any) -> bool:
     return isinstance(shape, (list, tuple)) and all(n is not None and n >= 0 for n in map(as_int, shape))
 
 
-def scalar_values(fd: DefinitionBuilder, scalars: Mapping[Any, Any] | None, line: SourceLine) -> dict[int, Any]:
+def scalar_values(recording: Recording, scalars: Mapping[Any, Any] | None, line: SourceLine) -> dict[int, Any]:
     """The values of scalar inputs by number, from a mapping by `Val` or number.
 
     Raises DefinitionError for anything but a mapping, and for values of what is no scalar input.
     """
-    numbers = {ref.id for ref in fd.inputs if isinstance(ref, ScalarRef)}
+    numbers = {ref.id for ref in recording.inputs if isinstance(ref, ScalarRef)}
     given = {} if scalars is None else scalars
     told = isinstance(given, Mapping)
     found = {getattr(getattr(key, "ref", None), "id", key): value for key, value in given.items()} if told else {}
@@ -323,32 +325,37 @@ def scalar_values(fd: DefinitionBuilder, scalars: Mapping[Any, Any] | None, line
 
 
 def check_global_shapes(
-    fd: DefinitionBuilder, inputs: Inputs, line: SourceLine | None = None
+    recording: Recording, inputs: Inputs, line: SourceLine | None = None
 ) -> dict[int, tuple[int, ...]]:
     """The shapes of global arguments. Raises ArgumentError where one differs from a size that is fixed."""
     for i, tensor in inputs.tensors.items():
-        wanted = fd.tensors[i].type.shape
+        wanted = recording.tensors[i].type.shape
         if any(n not in (-1, m) for n, m in zip(wanted, tensor.shape, strict=True)):
             raise _wrong_shape(
-                fd, i, f"{list(tensor.shape)}{_if_shard(fd, i, tensor)}", str(list(wanted)), "global", line
+                recording,
+                i,
+                f"{list(tensor.shape)}{_if_shard(recording, i, tensor)}",
+                str(list(wanted)),
+                "global",
+                line,
             )
     return {i: tuple(t.shape) for i, t in inputs.tensors.items()}
 
 
-def _if_shard(fd: DefinitionBuilder, i: int, tensor: torch.Tensor) -> str:
+def _if_shard(recording: Recording, i: int, tensor: torch.Tensor) -> str:
     """A remark for an error, where the tensor has the shape of some rank's shard; "" where it has not."""
-    annotation, shape = fd.placed(i), fd.tensors[i].type.shape
+    annotation, shape = recording.placed(i), recording.tensors[i].type.shape
     if annotation is None or annotation.mesh is None or -1 in shape:
         return ""
-    sharding = annotation.sharding(fd.tensors[i].label, shape).placement(shape)
+    sharding = annotation.sharding(recording.tensors[i].label, shape).placement(shape)
     rank = next((r for r in annotation.mesh.ranks if sharding.local_shape(shape, r) == tuple(tensor.shape)), None)
     return "" if rank is None else f", rank {rank}'s shard"
 
 
 def _wrong_shape(
-    fd: DefinitionBuilder, i: int, found: str, needed: str, which: str, line: SourceLine | None
+    recording: Recording, i: int, found: str, needed: str, which: str, line: SourceLine | None
 ) -> Exception:
-    made = fd.tensors[i]
+    made = recording.tensors[i]
     return user_error(
         f"tensor {made.label} (defined at {made.line}) has the wrong {which} shape",
         found,
@@ -360,7 +367,7 @@ def _wrong_shape(
 
 
 def global_shapes(
-    fd: DefinitionBuilder,
+    recording: Recording,
     inputs: Inputs,
     rank: int,
     globals_: Mapping[int, tuple[int, ...]],
@@ -375,8 +382,8 @@ def global_shapes(
     """
     out: dict[int, tuple[int, ...]] = {}
     for i, tensor in inputs.tensors.items():
-        annotation = fd.placed(i)
-        wanted = fd.tensors[i].type.shape
+        annotation = recording.placed(i)
+        wanted = recording.tensors[i].type.shape
         if i in globals_:
             out[i] = globals_[i]
         elif annotation is None:
@@ -386,7 +393,7 @@ def global_shapes(
         else:
             sizes = zip(wanted, tensor.shape, annotation.named(), strict=True)
             out[i] = tuple(n if n >= 0 else local * _ways(layout) for n, local, layout in sizes)
-        _check_shard(fd, i, tensor, out[i], rank, cut.get(i), line)
+        _check_shard(recording, i, tensor, out[i], rank, cut.get(i), line)
     return out
 
 
@@ -395,7 +402,7 @@ def _ways(layout: Layout) -> int:
 
 
 def _check_shard(
-    fd: DefinitionBuilder,
+    recording: Recording,
     i: int,
     tensor: torch.Tensor,
     shape: tuple[int, ...],
@@ -403,28 +410,28 @@ def _check_shard(
     cut: tuple[Layout, ...] | None,
     line: SourceLine | None,
 ) -> None:
-    wanted, annotation = fd.tensors[i].type.shape, fd.placed(i)
+    wanted, annotation = recording.tensors[i].type.shape, recording.placed(i)
     if any(n not in (-1, m) for n, m in zip(wanted, shape, strict=True)):
-        raise _wrong_shape(fd, i, str(list(tensor.shape)), str(list(wanted)), "global", line)
+        raise _wrong_shape(recording, i, str(list(tensor.shape)), str(list(wanted)), "global", line)
     if annotation is None or annotation.mesh is None or rank not in annotation.mesh:
         return
-    sharding: Sharding = annotation.sharding(fd.tensors[i].label, shape).placement(shape)
+    sharding: Sharding = annotation.sharding(recording.tensors[i].label, shape).placement(shape)
     sharding = sharding if cut is None else sharding.with_dims(cut)
     local = sharding.local_shape(shape, rank)
     if tuple(tensor.shape) != local:
         whole = ", the global shape" if tuple(tensor.shape) == shape else ""
         needed = f"{list(local)}, rank {rank}'s shard of {list(shape)} in {sharding}"
-        raise _wrong_shape(fd, i, f"{list(tensor.shape)}{whole}", needed, "local", line)
+        raise _wrong_shape(recording, i, f"{list(tensor.shape)}{whole}", needed, "local", line)
 
 
 def with_open_sizes(
-    fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], error: DefinitionError
+    recording: Recording, shapes: Mapping[int, tuple[int, ...]], error: DefinitionError
 ) -> DefinitionError:
     """The error of an op that cannot take the arguments' sizes, together with the sizes that the definition left open.
 
     It is the error itself where the definition leaves none open.
     """
-    made = [(fd.tensors[i].label, fd.tensors[i].type.shape, shape) for i, shape in sorted(shapes.items())]
+    made = [(recording.tensors[i].label, recording.tensors[i].type.shape, shape) for i, shape in sorted(shapes.items())]
     given = [f"{label} {list(defined)} is {list(shape)}" for label, defined, shape in made if UNKNOWN in defined]
     if not given or isinstance(error, SizeError):
         return error

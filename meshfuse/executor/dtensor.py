@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..compiler import CompiledProgram
-from ..definition.builder import DefinitionBuilder
 from ..definition.checks import mesh_of_torch
+from ..definition.recording import Recording
 from ..errors import ArgumentError, SourceLine, user_error
 from ..mesh import DeviceMesh
 from ..ops.values import TensorRef
@@ -55,23 +55,23 @@ def _settled(local: torch.Tensor) -> torch.Tensor:
     return local if wait is None else wait()
 
 
-def dtensors_of(fd: DefinitionBuilder, inputs: Sequence[Any], line: SourceLine) -> dict[int, GivenDTensor]:
+def dtensors_of(recording: Recording, inputs: Sequence[Any], line: SourceLine) -> dict[int, GivenDTensor]:
     """What the DTensors among the inputs tell, by tensor.
 
     Raises ArgumentError where placements are not as annotated, or torch numbers the ranks otherwise.
     """
     found = dict[int, GivenDTensor]()
-    for ref, value in zip(fd.inputs, inputs, strict=False):
+    for ref, value in zip(recording.inputs, inputs, strict=False):
         if isinstance(ref, TensorRef) and is_dtensor(value):
-            found[ref.id] = GivenDTensor(tuple(value.shape), _checked_cut(fd, ref.id, value, line))
+            found[ref.id] = GivenDTensor(tuple(value.shape), _checked_cut(recording, ref.id, value, line))
     if found:
         World.current().check_number(line)
     return found
 
 
-def _checked_cut(fd: DefinitionBuilder, tensor: int, value: Any, line: SourceLine) -> tuple[Layout, ...] | None:
+def _checked_cut(recording: Recording, tensor: int, value: Any, line: SourceLine) -> tuple[Layout, ...] | None:
     """How torch has cut the dims; None where that is as annotated."""
-    made, annotation = fd.tensors[tensor], fd.placed(tensor)
+    made, annotation = recording.tensors[tensor], recording.placed(tensor)
     shape = tuple(value.shape)
     if len(shape) != made.type.ndim:
         return None  # The check of all arguments has a better error.

@@ -44,7 +44,7 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView | Sharding, rank: int | No
 def _sharding(tv: TensorView | Sharding, shape: tuple[int, ...]) -> Sharding | None:
     if isinstance(tv, Sharding):
         return tv
-    annotation = tv.fd.placed(tv.id)
+    annotation = tv.fd.recording.placed(tv.id)
     return annotation.sharding(tv.name, shape) if annotation is not None else None
 
 

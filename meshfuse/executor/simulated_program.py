@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..compiler import CompiledProgram
-from ..definition.builder import DefinitionBuilder
+from ..definition.recording import Recording
 from ..ops.values import TensorRef
 from ..sharding.data import shard, unshard
 from .arguments import Inputs
@@ -23,17 +23,17 @@ class SimulatedProgram:
     compiled: CompiledProgram
     simulation: Simulation
 
-    def arguments(self, fd: DefinitionBuilder, given: Inputs) -> dict[int, list[Any]]:
+    def arguments(self, recording: Recording, given: Inputs) -> dict[int, list[Any]]:
         """Every rank's arguments, from global ones."""
-        return {rank: self._arguments_of(rank, fd, given) for rank in self.compiled.ranks}
+        return {rank: self._arguments_of(rank, recording, given) for rank in self.compiled.ranks}
 
-    def _arguments_of(self, rank: int, fd: DefinitionBuilder, given: Inputs) -> list[Any]:
+    def _arguments_of(self, rank: int, recording: Recording, given: Inputs) -> list[Any]:
         homes = self.compiled.sharded.homes
         out: list[Any] = []
-        for ref in fd.inputs:
+        for ref in recording.inputs:
             if not isinstance(ref, TensorRef):
                 out.append(given.scalars[ref.id])
-            elif fd.placed(ref.id) is not None and rank in homes[ref.id].mesh:
+            elif recording.placed(ref.id) is not None and rank in homes[ref.id].mesh:
                 out.append(shard(given.tensors[ref.id], homes[ref.id], rank))
             else:
                 out.append(given.tensors[ref.id])

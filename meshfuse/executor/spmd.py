@@ -32,17 +32,17 @@ from .record import recorder
 from .segments import Segments
 
 if TYPE_CHECKING:
-    from ..definition.builder import DefinitionBuilder
+    from ..definition.recording import Recording
 
 # Called with every program that has run on this rank, for profilers.
 finished: list[Callable[[RankProgram], None]] = []
 
 
-def check_world(fd: DefinitionBuilder, size: int, idle_ranks: bool, line: SourceLine) -> None:
+def check_world(recording: Recording, size: int, idle_ranks: bool, line: SourceLine) -> None:
     """Raises DefinitionError where the meshes do not fit the ranks that there are."""
-    ranks = named_ranks(fd, size)
+    ranks = named_ranks(recording, size)
     if max(ranks) >= size:
-        largest = max(_meshes(fd), key=lambda mesh: max(mesh.ranks))
+        largest = max(_meshes(recording), key=lambda mesh: max(mesh.ranks))
         raise user_error(
             f"the mesh is larger than the world: {largest}", f"{size} rank{'s' if size > 1 else ''}",
             f"{max(ranks) + 1} ranks",
@@ -55,18 +55,18 @@ def check_world(fd: DefinitionBuilder, size: int, idle_ranks: bool, line: Source
         )  # fmt: skip
 
 
-def named_ranks(fd: DefinitionBuilder, size: int) -> tuple[int, ...]:
+def named_ranks(recording: Recording, size: int) -> tuple[int, ...]:
     """The ranks of the meshes that a definition names; all of them where it names none."""
-    return tuple(sorted({rank for mesh in _meshes(fd) for rank in mesh.ranks})) or tuple(range(size))
+    return tuple(sorted({rank for mesh in _meshes(recording) for rank in mesh.ranks})) or tuple(range(size))
 
 
-def _meshes(fd: DefinitionBuilder) -> list[DeviceMesh]:
-    return [a.mesh for a in fd.annotations.values() if a.mesh is not None]
+def _meshes(recording: Recording) -> list[DeviceMesh]:
+    return [a.mesh for a in recording.annotations.values() if a.mesh is not None]
 
 
-def check_same_arguments(fd: DefinitionBuilder, given: Inputs, world: World) -> None:
+def check_same_arguments(recording: Recording, given: Inputs, world: World) -> None:
     """Raises RankError on every rank where ranks were given different global arguments; reads each argument once."""
-    said = [f"{fd.tensors[i].label}: a sum of bits of {sum_of_bits(t)}" for i, t in given.tensors.items()]
+    said = [f"{recording.tensors[i].label}: a sum of bits of {sum_of_bits(t)}" for i, t in given.tensors.items()]
     text = "\n".join([*said, *scalar_lines(given)])
     world.meetings.check_same(digest_of(text), "the global arguments", world.all_ranks, lambda: text, _SAME_ARGUMENTS)
 

@@ -6,8 +6,10 @@ import itertools
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..definition.annotation import Annotation
+from ..definition.recording import OpNode, Recording
 from ..dtypes import DataType, scalar_dtype
 from ..errors import located, user_error
 from ..ops.opdef import Call, OpDef
@@ -20,23 +22,18 @@ from ..sharding.value import Sharding
 from .calls import CallTable
 from .nodes import Graph, Node, Stream, Tensor, needed
 
-if TYPE_CHECKING:
-    from ..definition.annotation import Annotation
-    from ..definition.builder import DefinitionBuilder
-    from ..definition.records import OpNode
-
 _SIZES = (ParamKind.SIZE, ParamKind.SHAPE)
 
 
-def shape_scalars(fd: DefinitionBuilder) -> frozenset[int]:
+def shape_scalars(recording: Recording) -> frozenset[int]:
     """The scalar inputs that some size depends on: a plan is made for their values."""
     found: set[int] = set()
-    given = any(isinstance(ref, ScalarRef) for ref in fd.inputs)
-    for node in fd.nodes if given else ():
+    given = any(isinstance(ref, ScalarRef) for ref in recording.inputs)
+    for node in recording.nodes if given else ():
         for param, arg in zip(node.op.params, node.args, strict=True):
             if param.kind in _SIZES:
                 for entry in _entries(param.kind, arg):
-                    found |= inputs_of(entry, fd.scalars)
+                    found |= inputs_of(entry, recording.scalars)
     return frozenset(found)
 
 
@@ -48,7 +45,7 @@ def _entries(kind: ParamKind, arg: Any) -> tuple[Any, ...]:
 
 
 def specialize(
-    fd: DefinitionBuilder,
+    recording: Recording,
     shapes: Mapping[int, tuple[int, ...]],
     scalars: Mapping[int, Any],
 ) -> Graph:
@@ -57,43 +54,47 @@ def specialize(
     `scalars` gives, by number, the values of the scalar inputs that sizes depend on. Raises DefinitionError for a
     definition without outputs and, at the line of the op, where an op cannot take the sizes that come out.
     """
-    fd.check_complete(None)
-    types = _input_types(fd, shapes)
-    calls = _Calls(fd, types, scalars)
-    salts = itertools.accumulate((node.draws for node in fd.nodes), initial=0)
-    nodes = [_concrete_node(calls, number, *pair) for number, pair in enumerate(zip(fd.nodes, salts, strict=False))]
-    tensors = tuple([Tensor(i, types[i], made.line) for i, made in enumerate(fd.tensors)])
-    said = fd.all_annotations
-    nodes = needed(_without_vanished(nodes, {*fd.outputs, *said, *fd.overlaps}), fd.outputs)
+    recording.check_complete(None)
+    types = _input_types(recording, shapes)
+    calls = _Calls(recording, types, scalars)
+    salts = itertools.accumulate((node.draws for node in recording.nodes), initial=0)
+    nodes = [
+        _concrete_node(calls, number, *pair) for number, pair in enumerate(zip(recording.nodes, salts, strict=False))
+    ]
+    tensors = tuple([Tensor(i, types[i], made.line) for i, made in enumerate(recording.tensors)])
+    annotated = recording.all_annotations
+    nodes = needed(_without_vanished(nodes, {*recording.outputs, *annotated, *recording.overlaps}), recording.outputs)
     producer = {out: node.id for node in nodes for out in node.outputs}
-    there = set(producer).union(fd.input_tensors())
-    noted = {i: a for i, a in said.items() if a.mesh is not None}
-    # What is said of tensors that no output needs is checked, too, and then dropped with them.
-    shardings = _shardings(noted, tensors)
+    there = set(producer).union(recording.input_tensors())
+    on_meshes = {i: a for i, a in annotated.items() if a.mesh is not None}
+    # Annotations of tensors that no output needs are checked, too, and then dropped with them.
+    shardings = _shardings(on_meshes, tensors)
     annotations = {i: found.placement(types[i].shape) for i, found in shardings.items() if i in there}
-    implied = {i: noted[i].implied for i in annotations if noted[i].implied}
-    lines = {i: tensors[i].line if i in implied else noted[i].line for i in annotations}
-    streams = _streams(fd, said, {i: types[i].shape for i in there.intersection((*said, *fd.overlaps))})
+    implied = {i: on_meshes[i].implied for i in annotations if on_meshes[i].implied}
+    lines = {i: tensors[i].line if i in implied else on_meshes[i].line for i in annotations}
+    streams = _streams(
+        recording, annotated, {i: types[i].shape for i in there.intersection((*annotated, *recording.overlaps))}
+    )
     return Graph(
-        tensors, nodes, tuple(fd.inputs), tuple(fd.outputs), annotations, _reductions(noted, producer), lines,
-        fd.scalars, streams, implied=implied,
+        tensors, nodes, tuple(recording.inputs), tuple(recording.outputs), annotations,
+        _reductions(on_meshes, producer), lines, recording.scalars, streams, implied=implied,
     )  # fmt: skip
 
 
-def _input_types(fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, TensorType]:
+def _input_types(recording: Recording, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, TensorType]:
     """The inputs' types at these shapes; equal ones are one object."""
-    found = {i: TensorType(shape, fd.tensors[i].type.dtype) for i, shape in shapes.items()}
+    found = {i: TensorType(shape, recording.tensors[i].type.dtype) for i, shape in shapes.items()}
     known: dict[TensorType, TensorType] = {}
-    return {i: known.setdefault(kind, kind) for i, kind in found.items()}
+    return {i: known.setdefault(ttype, ttype) for i, ttype in found.items()}
 
 
-def _shardings(noted: Mapping[int, Annotation], tensors: Sequence[Tensor]) -> dict[int, Sharding]:
+def _shardings(on_meshes: Mapping[int, Annotation], tensors: Sequence[Tensor]) -> dict[int, Sharding]:
     """The shardings that annotations mean, made once for all that say the same about tensors of one shape."""
     known: dict[Any, Sharding] = {}
     found: dict[int, Sharding] = {}
-    for i, annotation in noted.items():
+    for i, annotation in on_meshes.items():
         shape = tensors[i].type.shape
-        key = (annotation.said(), shape)
+        key = (annotation.key(), shape)
         if key not in known:
             known[key] = annotation.sharding(tensors[i].label, shape)
         found[i] = known[key]
@@ -119,10 +120,10 @@ def _without_vanished(nodes: Sequence[Node], named: Container[int]) -> Sequence[
     return kept
 
 
-def _reductions(noted: Mapping[int, Annotation], producer: Mapping[int, int]) -> dict[int, tuple[Layout, ...]]:
+def _reductions(on_meshes: Mapping[int, Annotation], producer: Mapping[int, int]) -> dict[int, tuple[Layout, ...]]:
     """By node the layouts of its reduction dims, if an annotation of its result binds any of them."""
     found: dict[int, tuple[Layout, ...]] = {}
-    for i, annotation in noted.items():
+    for i, annotation in on_meshes.items():
         layouts = tuple(annotation.named(reduction=True))
         if any(split.bound for layout in layouts for split in layout) and i in producer:
             found[producer[i]] = layouts
@@ -130,16 +131,16 @@ def _reductions(noted: Mapping[int, Annotation], producer: Mapping[int, int]) ->
 
 
 def _streams(
-    fd: DefinitionBuilder, said: Mapping[int, Annotation], shapes: Mapping[int, tuple[int, ...]]
+    recording: Recording, annotated: Mapping[int, Annotation], shapes: Mapping[int, tuple[int, ...]]
 ) -> dict[int, Stream]:
     """By tensor the stream that the user asked for; `fd.overlap` goes before annotations."""
     found: dict[int, Stream] = {}
     for i, shape in sorted(shapes.items()):
-        if i in fd.overlaps:
-            asked = fd.overlaps[i]
-            found[i] = Stream(asked.dim, asked.chunks, None, asked.ring, asked.line)
-        elif i in said:
-            annotation = said[i]
+        if i in recording.overlaps:
+            overlap = recording.overlaps[i]
+            found[i] = Stream(overlap.dim, overlap.chunks, None, overlap.ring, overlap.line)
+        elif i in annotated:
+            annotation = annotated[i]
             for dim, layout, ring in annotation.streams(shape):
                 found.setdefault(i, Stream(dim, stream_count(layout), layout, ring, annotation.line))
     return found
@@ -148,7 +149,7 @@ def _streams(
 def _concrete_node(calls: _Calls, number: int, node: OpNode, salt: int) -> Node:
     call, rule = calls.of(node)
     for out, made in zip(node.outputs, call.results, strict=True):
-        assert made.dtype is calls.fd.tensors[out].type.dtype, (node, made)
+        assert made.dtype is calls.recording.tensors[out].type.dtype, (node, made)
         calls.types[out] = made
     return Node(number, call, rule, node.inputs, node.outputs, node.line, number, salt)
 
@@ -156,8 +157,8 @@ def _concrete_node(calls: _Calls, number: int, node: OpNode, salt: int) -> Node:
 class _Calls:
     """The calls of a definition's ops, with their rules; equal calls are made once."""
 
-    def __init__(self, fd: DefinitionBuilder, types: dict[int, TensorType], scalars: Mapping[int, Any]):
-        self.fd, self.types, self.scalars = fd, types, scalars
+    def __init__(self, recording: Recording, types: dict[int, TensorType], scalars: Mapping[int, Any]):
+        self.recording, self.types, self.scalars = recording, types, scalars
         self._kinds = CallTable()
         self._made: dict[tuple[int, ...], tuple[Call, Rule]] = {}
 
@@ -172,7 +173,7 @@ class _Calls:
         return found
 
     def _worked_out(self, node: OpNode) -> tuple[Call, Rule]:
-        given = _KnownArguments(self.fd, node.op, self.types, self.scalars)
+        given = _KnownArguments(self.recording, node.op, self.types, self.scalars)
         args = tuple(given.concrete(param.kind, arg) for param, arg in zip(node.op.params, node.args, strict=True))
         call, rule = self._kinds.get(node.op, args, tuple([self.types[i] for i in node.inputs]))
         _check_sizes(call)
@@ -195,7 +196,7 @@ class _KnownArguments:
     Scalars that depend on inputs stay references. Raises DefinitionError where a size or constant has no such number.
     """
 
-    fd: DefinitionBuilder
+    recording: Recording
     op: OpDef
     types: Mapping[int, TensorType]
     scalars: Mapping[int, Any]
@@ -205,7 +206,7 @@ class _KnownArguments:
         if kind in _SIZES:
             found = tuple(map(self._size, _entries(kind, arg)))
             return found if kind is ParamKind.SHAPE and arg is not None else found[0] if found else None
-        if not isinstance(arg, ScalarRef) or inputs_of(arg, self.fd.scalars):
+        if not isinstance(arg, ScalarRef) or inputs_of(arg, self.recording.scalars):
             return arg
         assert arg.dtype is not None
         found = python_cast(self._value(arg), arg.dtype)
@@ -215,7 +216,9 @@ class _KnownArguments:
 
     def _value(self, ref: Any) -> Any:
         try:
-            return evaluate(ref, self.fd.scalars, self.scalars, lambda tensor, dim: self.types[tensor.id].shape[dim])
+            return evaluate(
+                ref, self.recording.scalars, self.scalars, lambda tensor, dim: self.types[tensor.id].shape[dim]
+            )
         except (ArithmeticError, ValueError, TypeError) as error:
             raise user_error(
                 f"{self.op.name}: a scalar has no value", f"{error} in s{ref.id}", "a number", "Check its operands."

@@ -8,17 +8,17 @@ meshfuse.nvfuser_direct` works as well.
 
 from __future__ import annotations
 
-from .. import __version__
 from ..definition.loop import AxisView as IterDomain
 from ..definition.tensor_view import TensorView, Val
 from ..definition.text import TensorDomain
 from ..dtypes import DataType
 from ..mesh import ParallelType
+from ..version import __version__
 from . import aliased, benchmark_utils, idm, multidevice, nvf_cutlass, nvfuser_direct_version, pytorch_utils, schedule
 from .active import ActiveOps, FusionGuard, define_scalar, define_tensor
 from .cache import LRUCache, LruFusionCache
+from .declared import compute_tensor_descriptor
 from .definition import Fusion, FusionDefinition
-from .descriptors import compute_tensor_descriptor
 from .dtensors import execute_with_dtensors
 from .enums import CommunicatorBackend, MemoryType, SchedulerType, add_entries
 from .executors import FusionExecutorCache, KernelExecutor

@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from ..definition.namespaces import find_op
+from ..compiler import CompiledProgram
+from ..definition.calls import find_op
+from ..definition.namespaces import Fusion as CoreFusion
+from ..definition.recording import Recording
 from ..definition.tensor_view import TensorView, Val
 from ..errors import caller_line, shown, user_error
 from ..ops import COMPOSITES
 from ..ops.registry import names
 
-if TYPE_CHECKING:
-    from .definition import Fusion, FusionDefinition
+
+class NvfuserDefinition(Protocol):
+    """What other parts of this package need of its FusionDefinition, which is made of them."""
+
+    recording: Recording
+    ops: Any
+    _aliases: dict[int, int]
+    _ran: CompiledProgram | None
+    _drawn: tuple[int, int]
+
+    @property
+    def fusion(self) -> Any: ...
+    @property
+    def fec(self) -> Any: ...
+    def define_tensor(self, *args: Any, **options: Any) -> TensorView: ...
+    def define_scalar(self, *args: Any, **options: Any) -> Val: ...
+    def execute(self, inputs: Sequence[Any], **options: Any) -> list[Any]: ...
+    def _run(self, values: Sequence[Any], *, scheduled: bool = True) -> list[Any]: ...
+    def _program_text(self) -> str: ...
+    def _bound_outputs(self, compiled: CompiledProgram) -> list[dict[str, int]]: ...
+    def _unsharded(self) -> Any: ...
+
 
 # The innermost last. Entries are lists of one, so that each guard removes its own.
-_open: list[list[FusionDefinition]] = []
+_open: list[list[NvfuserDefinition]] = []
 
 
 class FusionGuard:
     """Makes a fusion the one that module-level calls write to: while the guard lives, or inside its `with`."""
 
-    def __init__(self, fusion: Fusion):
-        self._entry: list[FusionDefinition] = []
+    def __init__(self, fusion: CoreFusion):
+        self._entry: list[NvfuserDefinition] = []
         self._entry = enter(definition_of(fusion, "FusionGuard"))
 
     def __enter__(self) -> FusionGuard:
@@ -37,7 +60,7 @@ class FusionGuard:
         leave(self._entry)
 
 
-def definition_of(fusion: Any, what: str) -> FusionDefinition:
+def definition_of(fusion: Any, what: str) -> NvfuserDefinition:
     """The definition of a fusion. Raises DefinitionError for anything else."""
     found: Any = getattr(fusion, "definition", None)
     if not hasattr(found, "fusion"):
@@ -45,20 +68,20 @@ def definition_of(fusion: Any, what: str) -> FusionDefinition:
     return found
 
 
-def enter(definition: FusionDefinition) -> list[FusionDefinition]:
+def enter(definition: NvfuserDefinition) -> list[NvfuserDefinition]:
     """Make a definition the innermost one; returns what `leave` takes."""
     entry = [definition]
     _open.append(entry)
     return entry
 
 
-def leave(entry: list[FusionDefinition]) -> None:
+def leave(entry: list[NvfuserDefinition]) -> None:
     """Undo an `enter`, unless that has been done."""
     with contextlib.suppress(StopIteration):
         del _open[next(i for i, other in enumerate(_open) if other is entry)]
 
 
-def active(what: str) -> FusionDefinition:
+def active(what: str) -> NvfuserDefinition:
     """The innermost definition. Raises DefinitionError where there is none."""
     if not _open:
         raise user_error(
@@ -103,3 +126,42 @@ def define_tensor(*args: Any, **options: Any) -> TensorView:
 def define_scalar(*args: Any, **options: Any) -> Val:
     """fd.define_scalar of the active definition."""
     return active("define_scalar").define_scalar(*args, **options)
+
+
+METHODS = ("definition", "multidevice_schedule")
+
+
+class Methods:
+    """Runs a definition's methods once, unless the script has called them."""
+
+    __slots__ = ("_failed", "_running")
+
+    def __init__(self) -> None:
+        self._running = self._failed = ""
+
+    def run(self, fd: NvfuserDefinition) -> None:
+        """Run the methods that have not run yet.
+
+        Raises DefinitionError where a method asks for what it is to define, or was ended by an error before: what it
+        would have said is missing.
+        """
+        if self._failed or (self._running and not fd.recording.tensors):
+            found = f"its method {self._failed or self._running + ', which asks for a result'}"
+            do = "Make a new definition." if self._failed else "Execute the definition outside of it."
+            needed = "methods that have come to their ends"
+            raise user_error("the definition is not finished", found, needed, do, caller_line())
+        if fd.recording.tensors:
+            return
+        for name in METHODS:
+            if callable(getattr(fd, name, None)):
+                self._call(fd, name)
+
+    def _call(self, fd: NvfuserDefinition, name: str) -> None:
+        self._running = name
+        try:
+            getattr(fd, name)()
+        except BaseException as error:
+            self._failed = f"{name}, ended by {type(error).__name__}"
+            raise
+        finally:
+            self._running = ""

@@ -43,7 +43,7 @@ class LRUCache:
         """Let a definition use the programs of an equal one that is kept, or keep it for others."""
         self.lookups += 1
         # nvFuser's text does not tell a constant scalar from a plain number; the definition's own text does.
-        key = (repr(made), definition_source(made))
+        key = (repr(made), definition_source(made.recording))
         entry = self._entries.get(key)
         if entry is None:
             self._insert(key, made)
@@ -51,7 +51,7 @@ class LRUCache:
         self.hits += 1
         entry.visits += 1
         self._entries.move_to_end(key)
-        made.share_programs(entry.definition)
+        made._execution.share(entry.definition._execution)
 
     def _insert(self, key: tuple[str, str], made: FusionDefinition) -> None:
         if len(self._entries) == self.max_fusions:

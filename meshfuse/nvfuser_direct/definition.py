@@ -13,32 +13,33 @@ import torch
 
 from .. import fusion_definition as core
 from ..compiler import CompiledProgram
+from ..definition.annotating import annotate
 from ..definition.namespaces import Fusion as CoreFusion
-from ..definition.tensor_view import TensorView, Val
+from ..definition.recording import OpNode
+from ..definition.tensor_view import TensorView, Val, own
 from ..dtypes import DataType
 from ..errors import ArgumentError, SourceLine, caller_line, shown, user_error
 from ..executor import spmd
 from ..ops import OPS
 from ..ops.opdef import OpDef
 from ..ops.values import TensorRef
+from ..programs import Shapes
 from ..runtime.world import World
 from ..sharding.layout import Split
 from . import active, profiler, repro
-from .aliases import check_alias, write_aliases
-from .call_arguments import flattened
+from .active import Methods
+from .call_arguments import check_alias, flattened, write_aliases
 from .declared import Declared, declared, is_host_scalar
 from .executors import EmptyDefinitionError, ExecutorError, FusionExecutorCache, KernelExecutor
 from .expanded import fitting
 from .exprs import Expr, expression
 from .generators import next_draws
-from .methods import Methods
-from .multidevice import DeviceMesh, Sharding
+from .multidevice import Sharding
 from .nvfuser_messages import add_sentence, unfit_argument
-from .nvfuser_propagation import common_mesh, follow_meshes, followed_outputs
+from .nvfuser_propagation import common_mesh, follow_meshes, followed_outputs, inferred_orders
 from .op_calls import Ops
 from .printing import function_text
 from .schedule import Schedule
-from .strides import inferred_orders
 
 
 class Fusion(CoreFusion):
@@ -60,13 +61,16 @@ class Fusion(CoreFusion):
 
         Inputs that are never added come last. Raises DefinitionError for a value that is no input.
         """
-        if getattr(input, "ref", None) not in self._fd.inputs or input.ref in self._added:
+        if getattr(input, "ref", None) not in self._fd.recording.inputs or input.ref in self._added:
             raise user_error(
                 "add_input", shown(input), "a result of define_tensor or define_scalar, once",
                 "Inputs are there already when an fd defines them.", caller_line(),
             )  # fmt: skip
         self._added.append(input.ref)
-        self._fd.inputs = [*self._added, *(ref for ref in self._fd.inputs if ref not in self._added)]
+        self._fd.recording.inputs = [
+            *self._added,
+            *(ref for ref in self._fd.recording.inputs if ref not in self._added),
+        ]
 
     @property
     def definition(self) -> FusionDefinition:
@@ -74,7 +78,7 @@ class Fusion(CoreFusion):
 
     def vals(self) -> list[TensorView | Val]:
         """All tensors and scalars of the definition."""
-        tensors = [TensorView(self._fd, TensorRef(i)) for i in range(len(self._fd.tensors))]
+        tensors = [TensorView(self._fd, TensorRef(i)) for i in range(len(self._fd.recording.tensors))]
         return [*tensors, *(value for value in self.inputs() if isinstance(value, Val))]
 
     def print_math(self, from_outputs_only: bool = True) -> str:
@@ -83,7 +87,7 @@ class Fusion(CoreFusion):
 
     def print_kernel(self, compile_params: Any = None) -> str:
         """This rank's program, as meshfuse has no kernels of its own to show."""
-        return self.definition.program_text()
+        return self.definition._program_text()
 
     def add_output(self, output: TensorView, alias_input: TensorView | None = None) -> None:
         self.definition.add_output(output, alias_input)
@@ -104,13 +108,13 @@ class FusionDefinition(core.FusionDefinition):
         self.ops = Ops(self)
         self._fusion = Fusion(self)
         self.sched = Schedule(self)
-        self.aliases: dict[int, int] = {}
-        self.declared: dict[int, Declared] = {}  # of inputs
+        self._aliases: dict[int, int] = {}
+        self._declared: dict[int, Declared] = {}  # of inputs
         self._fec: FusionExecutorCache | None = None
         self._ke: KernelExecutor | None = None
         self._repro: list[str] | None = None
-        self.ran: CompiledProgram | None = None  # by the last execution, whichever way
-        self.drawn = (seed or 0, 0)  # what it drew random numbers by
+        self._ran: CompiledProgram | None = None  # by the last execution, whichever way
+        self._drawn = (seed or 0, 0)  # what it drew random numbers by
         self._entries: list[Any] = []
         self._entered = False
         self._methods = Methods()
@@ -127,7 +131,7 @@ class FusionDefinition(core.FusionDefinition):
         super().__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
-        return function_text(self, self.aliases, self.declared)
+        return function_text(self.recording, self._aliases, self._declared)
 
     def define_tensor(
         self,
@@ -140,12 +144,12 @@ class FusionDefinition(core.FusionDefinition):
     ) -> TensorView:
         """As in meshfuse. nvFuser's empty `stride_order` means none; contiguity is kept for the definition's text."""
         made = super().define_tensor(shape, contiguity, dtype, is_cpu, stride_order or None, **form)
-        self.declared[made.id] = declared(made, contiguity, is_cpu, **form)
+        self._declared[made.id] = declared(made, contiguity, is_cpu, **form)
         return made
 
     def from_pytorch(self, tensor: Any, static_sizes: bool = False) -> TensorView:
         made = super().from_pytorch(tensor, static_sizes)
-        self.declared[made.id] = Declared.laid_out(tensor.shape, tensor.stride(), is_host_scalar(tensor))
+        self._declared[made.id] = Declared.laid_out(tensor.shape, tensor.stride(), is_host_scalar(tensor))
         return made
 
     def add_output(self, output: TensorView, alias_input: TensorView | None = None) -> None:
@@ -155,18 +159,18 @@ class FusionDefinition(core.FusionDefinition):
         that is no input of the tensor's dtype and number of dims, or that another output is written into.
         """
         if alias_input is not None:
-            tensor = self._own(output, "add_output", caller_line())
-            check_alias(self, self.aliases, tensor, alias_input, caller_line())
+            tensor = own(self, output, "add_output", caller_line())
+            check_alias(self._aliases, tensor, alias_input, caller_line())
         super().add_output(output)
         if alias_input is not None:
-            self.aliases[len(self.outputs) - 1] = alias_input.id
+            self._aliases[len(self.recording.outputs) - 1] = alias_input.id
 
     def prepared(
         self, inputs: Any, *shapes: Sequence[int], gathered: bool = False
     ) -> tuple[core.FusionDefinition, core.FusionDefinition]:
         """As in meshfuse. Raises DefinitionError where an output is written into an argument."""
-        if self.aliases:
-            written = ", ".join(self.tensors[i].label for i in self.aliases.values())
+        if self._aliases:
+            written = ", ".join(self.recording.tensors[i].label for i in self._aliases.values())
             raise user_error("prepared: arguments are written", written, "outputs that are returned",
                              "Return them, and copy them into arguments.", caller_line())  # fmt: skip
         return super().prepared(inputs, *shapes, gathered=gathered)
@@ -177,7 +181,7 @@ class FusionDefinition(core.FusionDefinition):
             args, kwargs = fitting(self, op, args, kwargs, line)
         return super()._apply(op, args, kwargs, line)
 
-    def expression(self, node: Any) -> Expr:
+    def _expression(self, node: OpNode) -> Expr:
         """An op in the form that nvFuser's scripts look at."""
         return expression(self, node)
 
@@ -208,17 +212,8 @@ class FusionDefinition(core.FusionDefinition):
         """The fusion of `fec` if there is one, as nvFuser's scripts delete `_fusion` when they have set `fec`."""
         return self._fusion if self._fec is None else self._fec.fusion()
 
-    # annotating: meshes are kept as meshfuse writes them, for the definition's text
-
-    def annotate_mesh(self, tensor: TensorView, mesh: Any) -> None:
-        super().annotate_mesh(tensor, _plain(mesh))
-
-    def mesh_split(self, tensor: TensorView, mesh: Any, spec: Sequence[Any]) -> None:
-        super().mesh_split(tensor, _plain(mesh), spec)
-
     def shard(self, tensor: TensorView, sharding: Any, mesh: Any = None) -> None:
-        plain = sharding.core if isinstance(sharding, Sharding) else sharding
-        super().shard(tensor, plain, _plain(mesh))
+        super().shard(tensor, sharding.core if isinstance(sharding, Sharding) else sharding, mesh)
 
     # running
 
@@ -240,17 +235,17 @@ class FusionDefinition(core.FusionDefinition):
         """
         if self._ke is not None:
             raise _second("execute after manual_execute", "KernelExecutor already exists! Use manual_execute()")
-        values = flattened(self, inputs)
+        values = flattened(self.recording, inputs)
         if save_repro_inputs:
             self._repro = [repro.input_text(value) for value in values]
-        return self.run(values, idle_ranks=idle_ranks)
+        return self._run(values, idle_ranks=idle_ranks)
 
-    def run(self, values: Sequence[Any], *, idle_ranks: bool = True, scheduled: bool = True) -> list[Any]:
+    def _run(self, values: Sequence[Any], *, idle_ranks: bool = True, scheduled: bool = True) -> list[Any]:
         """The outputs from a rank's arguments.
 
         `scheduled` says, for the profile, that nvFuser would choose the scheduler.
         """
-        self._define_by_methods()
+        self._methods.run(self)
         self._check_defined()
         ran: list[spmd.RankProgram] = []
         start = time.perf_counter()
@@ -261,35 +256,41 @@ class FusionDefinition(core.FusionDefinition):
             add_sentence(error, unfit_argument(self, values))
             raise
         seconds = time.perf_counter() - start
-        self.ran = ran[-1].compiled
+        self._ran = ran[-1].compiled
         if self._fec is None and scheduled:
             self._fec = FusionExecutorCache(self.fusion)
         if profiler.profiling():
             user = None if scheduled else "user"
-            profiler.record(self.ran, World.current().rank, values, outputs, seconds, user)
-        return write_aliases(self, self.aliases, outputs, values, caller_line()) if self.aliases else outputs
+            profiler.record(self._ran, World.current().rank, values, outputs, seconds, user)
+        return self._written(outputs, values)
 
-    def random_state(self, device: torch.device, step: int) -> tuple[int, int]:
+    def _written(self, outputs: list[Any], values: Sequence[Any]) -> list[Any]:
+        """The outputs that are left when those with an alias are written into their arguments."""
+        if not self._aliases:
+            return outputs
+        return write_aliases(self.recording, self._aliases, outputs, values, caller_line())
+
+    def _random_state(self, device: torch.device, step: int) -> tuple[int, int]:
         """As torch's generator draws, as in nvFuser.
 
         With a seed of the definition's own, and on several ranks, whose generators may differ, the definition's seed
         counts.
         """
-        by_torch = self._drawing > 0 and self._seed.given is None and World.current().size == 1
-        self.drawn = next_draws(device, self._drawing) if by_torch else super().random_state(device, step)
-        return self.drawn
+        by_torch = self._drawing > 0 and self.recording.seed is None and World.current().size == 1
+        self._drawn = next_draws(device, self._drawing) if by_torch else super()._random_state(device, step)
+        return self._drawn
 
     @functools.cached_property
     def _drawing(self) -> int:
         """How many ops draw random numbers; the definition must not change any more."""
-        return sum(node.draws for node in self.nodes)
+        return sum(node.draws for node in self.recording.nodes)
 
     def simulate(
         self, inputs: Sequence[Any], *, check_replicas: bool = False, check_streams: bool = False
     ) -> list[Any]:
-        values = flattened(self, inputs)
+        values = flattened(self.recording, inputs)
         outputs = super().simulate(values, check_replicas=check_replicas, check_streams=check_streams)
-        return write_aliases(self, self.aliases, outputs, values, caller_line()) if self.aliases else outputs
+        return self._written(outputs, values)
 
     def manual_execute(self, inputs: Sequence[Any], heuristic_params: Any = None) -> list[Any]:
         """`execute`, by a KernelExecutor. ExecutorError after an `execute`."""
@@ -298,13 +299,13 @@ class FusionDefinition(core.FusionDefinition):
         self._ke = self._ke or KernelExecutor()
         if not self._ke.is_compiled():
             self._ke.compile(self.fusion, inputs)
-        return self._ke.run(flattened(self, inputs))
+        return self._ke.run(flattened(self.recording, inputs))
 
     def validate_definition(self) -> tuple[bool, str | None]:
         """(whether it can run, what is wrong)."""
-        if not self.tensors and not self.scalars:
+        if not self.recording.tensors and not self.recording.scalars:
             return False, "the definition has no content"
-        return (True, None) if self.outputs else (False, "the definition has no outputs")
+        return (True, None) if self.recording.outputs else (False, "the definition has no outputs")
 
     def _check_defined(self) -> None:
         valid, problem = self.validate_definition()
@@ -315,83 +316,82 @@ class FusionDefinition(core.FusionDefinition):
             )  # fmt: skip
 
     def _to_define(self) -> str:
-        if not self._entered and not self.tensors:
+        if not self._entered and not self.recording.tensors:
             return "Fusion does not exist! Use `with FusionDefinition() as fd: ...` to define a fusion."
-        return f"{'' if self.tensors else 'Fusion is empty! '}Call fd.add_output(t) for what it is to return."
+        return f"{'' if self.recording.tensors else 'Fusion is empty! '}Call fd.add_output(t) for what it is to return."
 
-    def check_complete(self, line: Any) -> None:
-        self._define_by_methods()
-        follow_meshes(self)
-        super().check_complete(line)
-
-    def _define_by_methods(self) -> None:
+    def _complete(self) -> None:
         self._methods.run(self)
+        follow_meshes(self.recording)
 
-    def output_orders(self) -> list[tuple[int, ...] | None]:
+    def _output_orders(self) -> list[tuple[int, ...] | None]:
         """The memory order of every output: as annotated, else as the inputs' orders lead to."""
-        stated, inferred = super().output_orders(), inferred_orders(self)
+        stated, inferred = super()._output_orders(), inferred_orders(self.recording)
         return [
             order if order is not None or self._says_order(tensor) else inferred[tensor]
-            for tensor, order in zip(self.outputs, stated, strict=True)
+            for tensor, order in zip(self.recording.outputs, stated, strict=True)
         ]
 
     def _says_order(self, tensor: int) -> bool:
-        annotation = self.all_annotations.get(tensor)
+        annotation = self.recording.all_annotations.get(tensor)
         return annotation is not None and annotation.allocation is not None
 
-    def share_programs(self, other: FusionDefinition) -> None:
-        """Use the programs of an equal definition, and go on with its random numbers."""
-        self._compiled, self._bound, self._simulated = other._compiled, other._bound, other._simulated
-        self._steps = other._steps
+    def _unsharded(self) -> FusionDefinition:
+        """The same program without annotations, which draws the same random numbers as the last execution did."""
+        plain = object.__new__(type(self))
+        plain.__dict__.update(vars(self))
+        plain._set_up(self.recording.without_annotations(self._drawn[0]))
+        plain._execution.steps["simulated"] = self._drawn[1]
+        return plain
 
     # asking
 
-    def program_text(self) -> str:
+    def _program_text(self) -> str:
         """This rank's program of the last execution; the definition where there was none."""
         rank = World.current().rank
-        if self.ran is None or rank not in self.ran.ranks:
+        if self._ran is None or rank not in self._ran.ranks:
             return repr(self)
-        return str(self.ran.host_program(rank))
+        return str(self._ran.host_program(rank))
 
-    def _compile_sizes(self, given: Any, shapes: Any, world: Any, line: Any, near_factor: float) -> CompiledProgram:
-        """As in meshfuse; before the first compilation, annotate other outputs as nvFuser would leave them."""
-        if not self._compiled:
-            self._annotate_aliases()
-        if not self._compiled and (mesh := common_mesh(self)) is not None:
-            scalars = {i: given.scalars[i] for i in self.sized_by() if i in given.scalars}
-            for tensor, bound in zip(self.outputs, followed_outputs(self, mesh, shapes, scalars), strict=True):
-                if bound is not None and tensor not in self.annotations:
+    def _before_compiling(self, shapes: Shapes, scalars: Mapping[int, Any]) -> None:
+        """Annotate outputs without annotations as nvFuser would leave them."""
+        self._annotate_aliases()
+        if (mesh := common_mesh(self.recording)) is not None:
+            found = followed_outputs(self.recording, mesh, shapes, scalars)
+            for tensor, bound in zip(self.recording.outputs, found, strict=True):
+                if bound is not None and tensor not in self.recording.annotations:
                     self._annotate_output(tensor, mesh, bound)
-        return super()._compile_sizes(given, shapes, world, line, near_factor)
 
     def _annotate_aliases(self) -> None:
         """Annotate outputs that are written into arguments as those arguments are."""
-        for place, alias in self.aliases.items():
-            tensor, given = self.outputs[place], self.annotations.get(alias)
-            mesh = given.mesh if given is not None else common_mesh(self)
-            if tensor not in self.annotations and mesh is not None:
-                dims = given.named() if given is not None else [()] * self.tensors[tensor].type.ndim
-                self._imply(tensor, mesh, dims, f"written into {self.tensors[alias].label}, and laid out as that is")
+        for place, alias in self._aliases.items():
+            tensor, given = self.recording.outputs[place], self.recording.annotations.get(alias)
+            mesh = given.mesh if given is not None else common_mesh(self.recording)
+            if tensor not in self.recording.annotations and mesh is not None:
+                dims = given.named() if given is not None else [()] * self.recording.tensors[tensor].type.ndim
+                self._imply(
+                    tensor, mesh, dims, f"written into {self.recording.tensors[alias].label}, and laid out as that is"
+                )
 
     def _annotate_output(self, tensor: int, mesh: Any, bound: Mapping[str, int]) -> None:
-        dims: list[tuple[Split, ...]] = [()] * self.tensors[tensor].type.ndim
+        dims: list[tuple[Split, ...]] = [()] * self.recording.tensors[tensor].type.ndim
         for axis, dim in bound.items():
             dims[dim] = (*dims[dim], Split(mesh.axis_size(axis), axis))
         self._imply(tensor, mesh, dims, "an output, left where nvFuser would leave it")
 
     def _imply(self, tensor: int, mesh: Any, dims: Sequence[Any], why: str) -> None:
         """Annotate a tensor that the script says nothing of."""
-        self._annotate(TensorView(self, TensorRef(tensor)), mesh, dims, self.tensors[tensor].line, why)
+        annotate(self.recording, tensor, mesh, dims, self.recording.tensors[tensor].line, why)
 
-    def bound_outputs(self, compiled: CompiledProgram) -> list[dict[str, int]]:
+    def _bound_outputs(self, compiled: CompiledProgram) -> list[dict[str, int]]:
         """For every output, by mesh axis of one rank the dim that is bound to it."""
         sizes = tuple((i, compiled.graph.shape(i)) for i in sorted(compiled.graph.input_tensors))
-        made_for = next(key for key in self._compiled if key.shapes == sizes)
-        mesh = common_mesh(self)
-        found = followed_outputs(self, mesh, dict(sizes), dict(made_for.scalars)) if mesh is not None else []
+        made_for = next(key for key in self._programs.compiled if key.shapes == sizes)
+        mesh = common_mesh(self.recording)
+        found = followed_outputs(self.recording, mesh, dict(sizes), dict(made_for.scalars)) if mesh is not None else []
         ones = [] if mesh is None else [name for name in mesh.names if mesh.axis_size(name) == 1]
         kept = [{name: d for name, d in (bound or {}).items() if name in ones} for bound in found]
-        return kept or [{} for _ in self.outputs]
+        return kept or [{} for _ in self.recording.outputs]
 
     def last_repro_script(self) -> str:
         """A script that runs the definition on inputs of the shapes that were saved.
@@ -410,7 +410,7 @@ class FusionDefinition(core.FusionDefinition):
 
     def repro_script_for(self, inputs: Sequence[Any] | None = None) -> str:
         """A script that runs the definition on inputs with these inputs' shapes."""
-        given = None if inputs is None else [repro.input_text(value) for value in flattened(self, inputs)]
+        given = None if inputs is None else [repro.input_text(value) for value in flattened(self.recording, inputs)]
         return repro.script(self, given)
 
     def validate(
@@ -438,10 +438,6 @@ _EXECUTION = ("auto_schedule", "save_repro_inputs", "_enable_options", "_disable
 def _second(what: str, do: str) -> Exception:
     """The error of a definition that is run in a second way, when its profile and its cache are those of the first."""
     return user_error(what, do=f"{do} to execute the fusion.", where=caller_line(), cls=ExecutorError)
-
-
-def _plain(mesh: Any) -> Any:
-    return mesh.plain() if isinstance(mesh, DeviceMesh) else mesh
 
 
 @contextlib.contextmanager

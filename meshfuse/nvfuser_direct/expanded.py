@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..definition.builder import DefinitionBuilder
-from ..definition.records import OpNode
+from ..definition.calls import call_at
+from ..definition.recording import Definition, OpNode
 from ..definition.tensor_view import TensorView
 from ..errors import SourceLine
 from ..ops.opdef import OpDef
@@ -15,9 +15,7 @@ from ..ops.pointwise import pointwise_rule
 CallArguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 
-def fitting(
-    fd: DefinitionBuilder, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], at: SourceLine
-) -> CallArguments:
+def fitting(fd: Definition, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], at: SourceLine) -> CallArguments:
     """The arguments of an elementwise op.
 
     Operands that were expanded to another size than a real dim's are expanded anew.
@@ -33,7 +31,7 @@ def fitting(
     return [fit(value) for value in args], {name: fit(value) for name, value in kwargs.items()}
 
 
-def _real_sizes(fd: DefinitionBuilder, tensors: Sequence[TensorView]) -> dict[int, int]:
+def _real_sizes(fd: Definition, tensors: Sequence[TensorView]) -> dict[int, int]:
     """By dim, counted from the last, the known size of those that are no broadcasts."""
     real: dict[int, int] = {}
     for view in tensors:
@@ -44,25 +42,25 @@ def _real_sizes(fd: DefinitionBuilder, tensors: Sequence[TensorView]) -> dict[in
     return real
 
 
-def _fit(fd: DefinitionBuilder, view: TensorView, real: Mapping[int, int], at: SourceLine) -> TensorView:
+def _fit(fd: Definition, view: TensorView, real: Mapping[int, int], at: SourceLine) -> TensorView:
     wanted = {dim: real[dim - view.ndim] for dim in _expanded_dims(fd, view) if dim - view.ndim in real}
     shape = view.type.shape
     if all(shape[dim] in (1, -1, size) for dim, size in wanted.items()):
         return view
-    node = fd.producer(view.id)
+    node = fd.recording.producer(view.id)
     assert node is not None
     sizes = [wanted.get(dim, size) for dim, size in enumerate(_shape_argument(node))]
     source = TensorView(fd, node.args[0])
     rest = [sizes if param.name == "shape" else arg for param, arg in zip(node.op.params, node.args, strict=True)][1:]
-    return fd.call_at(at, node.op.name, [source, *rest])
+    return call_at(fd, at, node.op.name, [source, *rest])
 
 
-def _expanded_dims(fd: DefinitionBuilder, view: TensorView) -> list[int]:
+def _expanded_dims(fd: Definition, view: TensorView) -> list[int]:
     """The dims that broadcast_in_dim or expand has added or enlarged."""
-    node = fd.producer(view.id)
+    node = fd.recording.producer(view.id)
     if node is None or node.op.name not in ("broadcast_in_dim", "expand"):
         return []
-    source, ndim = fd.tensors[node.inputs[0]].type.shape, view.ndim
+    source, ndim = fd.recording.tensors[node.inputs[0]].type.shape, view.ndim
     named = node.args[node.op.places["broadcast_dims"]] if node.op.name == "broadcast_in_dim" else None
     places = [d % ndim for d in named] if named is not None else list(range(ndim - len(source), ndim))
     return [d for d in range(ndim) if d not in places or source[places.index(d)] == 1]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ..definition.builder import DefinitionBuilder
-from ..definition.records import OpNode
+from ..definition.recording import Definition, OpNode
 from ..definition.tensor_view import TensorView
 from ..errors import caller_line, user_error
 from ..ops.values import TensorRef
@@ -23,7 +22,7 @@ class Statement:
 class Expr(Statement):
     """One op of a definition."""
 
-    fd: DefinitionBuilder
+    fd: Definition
     node: OpNode
 
     @property
@@ -101,6 +100,6 @@ _KINDS = {
 }  # fmt: skip
 
 
-def expression(fd: DefinitionBuilder, node: Any) -> Expr:
+def expression(fd: Definition, node: Any) -> Expr:
     """An op as an instance of the class that nvFuser has for its kind."""
     return _KINDS.get(node.op.name, Expr)(fd, node)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .. import mesh as core
 from ..argument_checks import as_int
+from ..definition.namespaces import Fusion as CoreFusion
 from ..errors import ArgumentError, SourceLine, caller_line, shown, user_error
 from ..executor.shards import shard_tensor
 from ..mesh import ParallelType
@@ -18,9 +19,6 @@ from ..sharding.layout import Split
 from ..sharding.value import Sharding as CoreSharding
 from .active import definition_of
 from .enums import CommunicatorBackend
-
-if TYPE_CHECKING:
-    from .definition import Fusion
 
 __all__ = [
     "Communicator",
@@ -178,7 +176,7 @@ class MultiDeviceExecutorParams:
 class MultiDeviceExecutor:
     """Runs a fusion's definition; its `str` is this rank's program, once it has run."""
 
-    def __init__(self, fusion: Fusion, params: MultiDeviceExecutorParams | None = None):
+    def __init__(self, fusion: CoreFusion, params: MultiDeviceExecutorParams | None = None):
         self.definition = definition_of(fusion, "MultiDeviceExecutor")
         self.params = params or MultiDeviceExecutorParams()
 
@@ -187,4 +185,4 @@ class MultiDeviceExecutor:
         return self.definition.execute(list(args))
 
     def __str__(self) -> str:
-        return self.definition.program_text()
+        return self.definition._program_text()

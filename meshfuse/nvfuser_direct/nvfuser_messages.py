@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..definition.builder import DefinitionBuilder
 from ..definition.checks import number_fits, plain_number
 from ..definition.tensor_view import TensorView, Val
 from ..dtypes import DataType, from_torch
 from ..errors import MeshfuseError
+from .active import NvfuserDefinition
 from .numbering import scalar_numbers
 
 # How nvFuser spells the types that C++ spells in another way.
@@ -27,9 +27,9 @@ def add_sentence(error: MeshfuseError, sentence: str | None) -> None:
         error.args = (f"{error.args[0]} {sentence}", *error.args[1:])
 
 
-def unfit_argument(fd: DefinitionBuilder, arguments: Sequence[Any]) -> str | None:
+def unfit_argument(fd: NvfuserDefinition, arguments: Sequence[Any]) -> str | None:
     """nvFuser's sentence for the first argument that its input cannot be bound to; None where that is not wrong."""
-    numbers, pairs = scalar_numbers(fd), zip(fd.fusion.inputs(), arguments, strict=False)
+    numbers, pairs = scalar_numbers(fd.recording), zip(fd.fusion.inputs(), arguments, strict=False)
     found = (_unfit(place, value, argument, numbers) for place, (value, argument) in enumerate(pairs))
     return next((sentence for sentence in found if sentence is not None), None)
 

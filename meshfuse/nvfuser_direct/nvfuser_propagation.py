@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..definition.annotation import Annotation
-from ..definition.builder import DefinitionBuilder
+from ..definition.recording import OpNode, Recording
 from ..errors import DefinitionError
 from ..graph import Graph, Node, specialize
 from ..mesh import DeviceMesh
+from ..ops.pointwise import pointwise_rule
 from ..ops.rules import FactorKind
 
 # For a tensor: the dim that each mesh axis cuts in chunks, or the dims that it cuts otherwise. None where that is not
@@ -29,14 +30,14 @@ WEIGHTS_FIRST = ("linear", "matmul")
 
 
 def followed_outputs(
-    fd: DefinitionBuilder, mesh: DeviceMesh, shapes: Shapes, scalars: Mapping[int, Any]
+    recording: Recording, mesh: DeviceMesh, shapes: Shapes, scalars: Mapping[int, Any]
 ) -> list[dict[str, int] | None]:
     """For every output, the bindings that follow from the annotations for these global input shapes; all are on `mesh`.
 
     None for an output that is not cut in chunks of a dim.
     """
-    given = {i: _bound(annotation) for i, annotation in fd.annotations.items()}
-    graph = _graph(fd, shapes, scalars, given)
+    given = {i: _bound(annotation) for i, annotation in recording.annotations.items()}
+    graph = _graph(recording, shapes, scalars, given)
     found = dict(given)
     for node in graph.nodes:
         for place, tensor in enumerate(node.outputs):
@@ -47,7 +48,7 @@ def followed_outputs(
         for place, tensor in enumerate(node.inputs):
             if tensor not in kept:
                 found[tensor] = _of_operand(node, place, found, mesh)
-    return [_sayable(found.get(tensor, {})) for tensor in fd.outputs]
+    return [_sayable(found.get(tensor, {})) for tensor in recording.outputs]
 
 
 def _sayable(bound: BoundDims | None) -> dict[str, int] | None:
@@ -55,20 +56,20 @@ def _sayable(bound: BoundDims | None) -> dict[str, int] | None:
     return chunks if bound is not None and len(chunks) == len(bound) else None
 
 
-def common_mesh(fd: DefinitionBuilder) -> DeviceMesh | None:
+def common_mesh(recording: Recording) -> DeviceMesh | None:
     """The one mesh of all annotations; None where there are several or none."""
-    meshes = {annotation.mesh for annotation in fd.annotations.values()}
+    meshes = {annotation.mesh for annotation in recording.annotations.values()}
     return meshes.pop() if len(meshes) == 1 else None
 
 
-def follow_meshes(fd: DefinitionBuilder) -> None:
+def follow_meshes(recording: Recording) -> None:
     """Give each parallelized tensor without a mesh the mesh of all that it is made of, if that is a single one."""
-    annotations = fd.all_annotations
+    annotations = recording.all_annotations
     if all(a.mesh is not None or not a.is_on_devices for a in annotations.values()):
         return
     found: list[set[DeviceMesh]] = []
-    for tensor in range(len(fd.tensors)):
-        annotation, node = annotations.get(tensor), fd.producer(tensor)
+    for tensor in range(len(recording.tensors)):
+        annotation, node = annotations.get(tensor), recording.producer(tensor)
         meshes = {mesh for i in node.inputs for mesh in found[i]} if node is not None else set[DeviceMesh]()
         if annotation is not None and annotation.mesh is None and annotation.is_on_devices and len(meshes) == 1:
             (annotation.mesh,) = meshes
@@ -89,14 +90,14 @@ def _bound(annotation: Annotation) -> BoundDims | None:
 
 
 def _graph(
-    fd: DefinitionBuilder, shapes: Shapes, scalars: Mapping[int, Any], bound: Mapping[int, BoundDims | None]
+    recording: Recording, shapes: Shapes, scalars: Mapping[int, Any], bound: Mapping[int, BoundDims | None]
 ) -> Graph:
     """The graph; bound dims of size 1 get size 2 where possible, as rules have no factor for size 1."""
     wide = {i: _widened(shape, bound.get(i) or {}) for i, shape in shapes.items()}
     try:
-        return specialize(fd, wide, scalars)
+        return specialize(recording, wide, scalars)
     except DefinitionError:  # A size is written in the definition.
-        return specialize(fd, shapes, scalars)
+        return specialize(recording, shapes, scalars)
 
 
 def _widened(shape: tuple[int, ...], bound: BoundDims) -> tuple[int, ...]:
@@ -161,3 +162,35 @@ def _source(node: Node, place: int, factors: tuple[int, ...]) -> int | None:
     if not factors or node.rule.factors[factors[0]].kind is not FactorKind.PASS:
         return None
     return next((d for d, dim in enumerate(node.rule.operands[place]) if dim and dim[0] == factors[0]), None)
+
+
+# memory order
+
+StrideOrder = tuple[int, ...]  # The place of each dim in memory, 0 the fastest.
+# The operand (by place) that a result (by place) is laid out like.
+_ATTENTION = {"sdpfa_fwd": {0: 0}, "sdpfa_bwd": {0: 1, 1: 2, 2: 3}}
+
+
+def row_major(ndim: int) -> StrideOrder:
+    return tuple(reversed(range(ndim)))
+
+
+def inferred_orders(recording: Recording) -> list[StrideOrder]:
+    """For every tensor the stride order that it takes from the inputs; elementwise ops and attention pass it on."""
+    orders = [made.stride_order or row_major(made.type.ndim) for made in recording.tensors]
+    for node in recording.nodes:
+        for tensor in node.outputs:
+            plain = row_major(recording.tensors[tensor].type.ndim)
+            found = (orders[operand] for operand in _operands_followed(recording, node, tensor))
+            orders[tensor] = next((order for order in found if order != plain), plain)
+    return orders
+
+
+def _operands_followed(recording: Recording, node: OpNode, tensor: int) -> list[int]:
+    if node.op.name in _ATTENTION:
+        place = _ATTENTION[node.op.name].get(node.outputs.index(tensor))
+        return [] if place is None else [node.inputs[place]]
+    if node.op.rule is not pointwise_rule:
+        return []
+    ndim = recording.tensors[tensor].type.ndim
+    return [i for i in node.inputs if recording.tensors[i].type.ndim == ndim]

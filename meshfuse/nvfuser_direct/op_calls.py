@@ -74,6 +74,6 @@ def _unequal(
 def _known(index: Any) -> int | None:
     """The index, if it is a number or a constant of the definition; else None."""
     if isinstance(index, Val):
-        made = index.fd.scalars[index.ref.id]
+        made = index.fd.recording.scalars[index.ref.id]
         return as_int(made.operands[0]) if made.op == "const" else None
     return as_int(index)

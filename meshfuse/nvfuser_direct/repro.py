@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.testing._comparison import default_tolerances
 
 from ..compiler import CompiledProgram
-from ..definition.seeds import Seed
+from ..definition.namespaces import Fusion as CoreFusion
 from ..errors import ArgumentError, caller_line, user_error
 from ..executor.spmd import gather_output
 from ..kernels.pointwise import in_stride_order
 from ..runtime.world import World
 from ..sharding.data import shard
-from .active import definition_of
-
-if TYPE_CHECKING:
-    from .definition import Fusion, FusionDefinition
+from .active import NvfuserDefinition, definition_of
 
 
 def input_text(value: Any) -> str:
@@ -43,7 +40,7 @@ _IMPORTS = (
 )  # fmt: skip
 
 
-def script(fd: FusionDefinition, inputs: Sequence[str] | None) -> str:
+def script(fd: NvfuserDefinition, inputs: Sequence[str] | None) -> str:
     """A script that defines `fd` and, given inputs, executes it.
 
     Without its lines about meshfuse it is one for nvFuser.
@@ -55,17 +52,13 @@ def script(fd: FusionDefinition, inputs: Sequence[str] | None) -> str:
     return "\n".join(lines)
 
 
-def unsharded_outputs(fd: FusionDefinition, inputs: Sequence[Any]) -> list[torch.Tensor | None]:
+def unsharded_outputs(fd: NvfuserDefinition, inputs: Sequence[Any]) -> list[torch.Tensor | None]:
     """This rank's shards of what the definition without annotations gives for the gathered inputs.
 
     All ranks call it after an execution with these inputs; it draws the same random numbers as that.
     """
     compiled, rank = _ran(fd), World.current().rank
-    plain = object.__new__(type(fd))
-    plain.__dict__.update(vars(fd))
-    plain._annotations, plain._compiled, plain._simulated = {}, {}, {}
-    plain._seed, plain._steps = Seed(fd.drawn[0]), {"simulated": fd.drawn[1]}
-    results = plain.simulate([_gathered(fd, place, value) for place, value in enumerate(inputs)])
+    results = fd._unsharded().simulate([_gathered(fd, place, value) for place, value in enumerate(inputs)])
     shardings = compiled.output_shardings()
     return [
         shard(whole, sharding, rank) if rank in sharding.mesh else None
@@ -73,25 +66,28 @@ def unsharded_outputs(fd: FusionDefinition, inputs: Sequence[Any]) -> list[torch
     ]
 
 
-def _ran(fd: FusionDefinition) -> CompiledProgram:
-    return fd.fec.compiled if fd.ran is None else fd.ran
+def _ran(fd: NvfuserDefinition) -> CompiledProgram:
+    return fd.fec.compiled if fd._ran is None else fd._ran
 
 
-def _gathered(fd: FusionDefinition, place: int, value: Any) -> Any:
+def _gathered(fd: NvfuserDefinition, place: int, value: Any) -> Any:
     """The global tensor that this rank's argument is a shard of, in the definition's memory order."""
     whole = _whole(fd, place, value)
-    if not isinstance(whole, torch.Tensor) or (order := fd.tensors[fd.inputs[place].id].stride_order) is None:
+    if (
+        not isinstance(whole, torch.Tensor)
+        or (order := fd.recording.tensors[fd.recording.inputs[place].id].stride_order) is None
+    ):
         return whole
     return in_stride_order(whole, list(order))
 
 
-def _whole(fd: FusionDefinition, place: int, value: Any) -> Any:
+def _whole(fd: NvfuserDefinition, place: int, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if (full := getattr(value, "full_tensor", None)) is not None:
         return full()
-    compiled, tensor = _ran(fd), fd.inputs[place].id
-    if tensor not in fd.annotations:
+    compiled, tensor = _ran(fd), fd.recording.inputs[place].id
+    if tensor not in fd.recording.annotations:
         return value
     home, shape = compiled.sharded.homes[tensor], compiled.graph.shape(tensor)
     local = value if World.current().rank in home.mesh else None
@@ -99,7 +95,7 @@ def _whole(fd: FusionDefinition, place: int, value: Any) -> Any:
 
 
 def compared(
-    fd: FusionDefinition,
+    fd: NvfuserDefinition,
     outputs: list[Any],
     inputs: Sequence[Any],
     reference_outputs: Sequence[Any] | None,
@@ -128,14 +124,14 @@ def _kinds(values: Any) -> str:
     return f"[{', '.join(names)}]"
 
 
-def get_val_tolerances(fusion: Fusion, args: Sequence[Any] = ()) -> list[tuple[float, float]]:
+def get_val_tolerances(fusion: CoreFusion, args: Sequence[Any] = ()) -> list[tuple[float, float]]:
     """(rtol, atol) for every output: those of torch.testing for its dtype."""
     fd = definition_of(fusion, "get_val_tolerances")
-    found = (fd.tensors[i].type.dtype for i in fd.outputs)
+    found = (fd.recording.tensors[i].type.dtype for i in fd.recording.outputs)
     return [default_tolerances(getattr(torch, dtype.value)) for dtype in found]
 
 
-def validate_with_auto_inferred_outputs(fusion: Fusion, fusion_outputs: Sequence[Any], args: Sequence[Any]) -> None:
+def validate_with_auto_inferred_outputs(fusion: CoreFusion, fusion_outputs: Sequence[Any], args: Sequence[Any]) -> None:
     """Compare the outputs of the last execution, on these arguments, with the same definition without sharding.
 
     All ranks call it. Raises AssertionError where they differ.

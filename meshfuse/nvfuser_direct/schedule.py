@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..argument_checks import as_int
-from ..definition.tensor_view import TensorView
+from ..definition.namespaces import Fusion as CoreFusion
+from ..definition.tensor_view import TensorView, own
 from ..errors import caller_line
 from ..mesh import ParallelType
-from .active import definition_of
+from .active import NvfuserDefinition, definition_of
 from .enums import SchedulerType
 from .kernel_params import HeuristicParams
 from .schedulers import ops_of, scheduler_of
-
-if TYPE_CHECKING:
-    from .definition import Fusion, FusionDefinition
 
 _HINTS = (
     "bounded_transform_backward", "bounded_transform_forward", "inline_at", "inline_most",
@@ -32,14 +30,14 @@ parallelize_like = schedule = transform_like = warp_specialize = accepted
 
 
 def compute_heuristics(
-    fusion: Fusion | None = None, scheduler_type: Any = None, inputs: Sequence[Any] = ()
+    fusion: CoreFusion | None = None, scheduler_type: Any = None, inputs: Sequence[Any] = ()
 ) -> HeuristicParams:
     """Parameters that a script can set and pass to `manual_execute`."""
     kind = scheduler_type if isinstance(scheduler_type, SchedulerType) else SchedulerType.expr_eval
     return HeuristicParams(scheduler_type=kind)
 
 
-def can_schedule(fusion: Fusion, scheduler_type: SchedulerType, inputs: Sequence[Any] = ()) -> tuple[bool, str]:
+def can_schedule(fusion: CoreFusion, scheduler_type: SchedulerType, inputs: Sequence[Any] = ()) -> tuple[bool, str]:
     """(whether nvFuser has the whole fusion in one kernel of this scheduler, what prevents that)."""
     found = find_compatible_schedulers(fusion, inputs)
     if scheduler_type in found:
@@ -48,9 +46,9 @@ def can_schedule(fusion: Fusion, scheduler_type: SchedulerType, inputs: Sequence
     return False, f"{getattr(scheduler_type, 'name', scheduler_type)} is not the scheduler of these ops, but {named}."
 
 
-def find_compatible_schedulers(fusion: Fusion, inputs: Sequence[Any] = ()) -> list[SchedulerType]:
+def find_compatible_schedulers(fusion: CoreFusion, inputs: Sequence[Any] = ()) -> list[SchedulerType]:
     """The scheduler that the fusion's ops ask for; an empty list where nvFuser makes several kernels of them."""
-    found = scheduler_of(ops_of(definition_of(fusion, "find_compatible_schedulers")))
+    found = scheduler_of(ops_of(definition_of(fusion, "find_compatible_schedulers").recording))
     return [] if found is None else [found]
 
 
@@ -59,7 +57,7 @@ class Schedule:
 
     __slots__ = ("_fd",)
 
-    def __init__(self, fd: FusionDefinition):
+    def __init__(self, fd: NvfuserDefinition):
         self._fd = fd
 
     def __getattr__(self, name: str) -> Any:
@@ -123,4 +121,4 @@ class Schedule:
 
 def _own(schedule: Schedule, tensor: Any) -> TensorView:
     """The tensor. Raises DefinitionError for anything but a tensor of the schedule's definition."""
-    return schedule._fd._own(tensor, "fd.sched", caller_line())
+    return own(schedule._fd, tensor, "fd.sched", caller_line())

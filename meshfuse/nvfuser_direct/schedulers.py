@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..definition.builder import DefinitionBuilder
-from ..definition.records import rule_of
+from ..definition.recording import Recording, rule_of
 from ..ops.rules import FactorKind, Rule
 from .enums import SchedulerType
 
@@ -44,9 +43,9 @@ class ScheduledOp:
         return self.ndim - 1 in self.reduced
 
 
-def ops_of(fd: DefinitionBuilder) -> list[ScheduledOp]:
+def ops_of(recording: Recording) -> list[ScheduledOp]:
     """The ops of a definition."""
-    return [ScheduledOp.of(n.op.name, n.inputs, n.outputs, rule_of(fd.tensors, n)) for n in fd.nodes]
+    return [ScheduledOp.of(n.op.name, n.inputs, n.outputs, rule_of(recording.tensors, n)) for n in recording.nodes]
 
 
 def scheduler_of(ops: Sequence[ScheduledOp]) -> SchedulerType | None:

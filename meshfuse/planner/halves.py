@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 
-from ..definition.builder import DefinitionBuilder
-from ..definition.tensor_view import TensorView
+from ..definition.annotating import shard
+from ..definition.recording import Recording
 from ..graph import Graph, Node
 from ..ops.opdef import count_tensors
 from ..ops.registry import find
@@ -16,19 +16,19 @@ from ..sharding.value import Sharding
 from .binding_times import HalvedPlan, Need
 
 
-def write_halves(fd: DefinitionBuilder, cut: HalvedPlan, first: DefinitionBuilder, rest: DefinitionBuilder) -> None:
+def write_halves(whole: Recording, cut: HalvedPlan, first: Recording, rest: Recording) -> None:
     """Fill two empty definitions from a plan cut in two.
 
     `first` returns what `cut.handed_on` names, in that order. `rest` takes the inputs that are left, in their order,
     and then what `first` returns.
     """
-    once = _Half(fd, cut.plan.graph, first)
+    once = _Half(whole, cut.plan.graph, first)
     for tensor in cut.inputs:
         once.take(tensor)
     once.write(cut.before | cut.free, {})
     for need in cut.handed_on:
         once.hand_on(need)
-    each = _Half(fd, cut.plan.graph, rest)
+    each = _Half(whole, cut.plan.graph, rest)
     each.take_scalars()
     for ref in cut.plan.graph.inputs:
         if isinstance(ref, ScalarRef):
@@ -46,18 +46,18 @@ def write_halves(fd: DefinitionBuilder, cut: HalvedPlan, first: DefinitionBuilde
 class _Half:
     """One of the two definitions while it is written; `made` are its tensors, by their numbers in the graph."""
 
-    def __init__(self, fd: DefinitionBuilder, graph: Graph, new: DefinitionBuilder):
-        self.fd, self.graph, self.new = fd, graph, new
-        self.made: dict[int, TensorView] = {}
-        self._said, self._names_mesh = fd.all_annotations, bool(fd.annotations)
+    def __init__(self, whole: Recording, graph: Graph, new: Recording):
+        self.whole, self.graph, self.new = whole, graph, new
+        self.made: dict[int, TensorRef] = {}
+        self._annotations, self._names_mesh = whole.all_annotations, bool(whole.annotations)
 
     def take(self, tensor: int) -> None:
         """Take an input of the whole definition."""
         made = self.graph.tensors[tensor]
-        self.made[tensor] = self.new.new_input(made.type, made.line, self.fd.tensors[tensor].stride_order)
+        self.made[tensor] = self.new.new_input(made.type, made.line, self.whole.tensors[tensor].stride_order)
         self._annotate(tensor)
 
-    def take_handed(self, need: Need) -> TensorView:
+    def take_handed(self, need: Need) -> TensorRef:
         """Take what the first definition returns."""
         made = self.graph.tensors[need.tensor]
         given = self.new.new_input(made.type, made.line, None)
@@ -66,7 +66,7 @@ class _Half:
 
     def take_scalars(self) -> None:
         """Take all scalars, under their own numbers; sizes become constants."""
-        for made in self.fd.scalars.values():
+        for made in self.whole.scalars.values():
             self.new.new_scalar(self._sized(made))
 
     def _sized(self, made: ScalarDef) -> ScalarDef:
@@ -75,7 +75,7 @@ class _Half:
         tensor, dim = made.operands
         return ScalarDef("const", (self.graph.shape(tensor.id)[dim],), made.dtype)
 
-    def write(self, nodes: Iterable[int], handed: Mapping[int, Mapping[int, TensorView]]) -> None:
+    def write(self, nodes: Iterable[int], handed: Mapping[int, Mapping[int, TensorRef]]) -> None:
         """Append these ops. `handed` has, by op and place, the operands that the first definition returned."""
         for number in sorted(nodes):
             node = self.graph.nodes[number]
@@ -83,36 +83,36 @@ class _Half:
             operands = [read[p] if p in read else self.made[i] for p, i in enumerate(node.inputs)]
             self._apply(node, iter(operands))
 
-    def _apply(self, node: Node, operands: Iterator[TensorView]) -> None:
+    def _apply(self, node: Node, operands: Iterator[TensorRef]) -> None:
         bound = []
         for arg in node.call.args:
-            many = [next(operands).ref for _ in range(count_tensors(arg))]
+            many = [next(operands) for _ in range(count_tensors(arg))]
             bound.append((many[0] if isinstance(arg, TensorRef) else tuple(many)) if many else arg)
-        found = self.new.append(node.call.op, tuple(bound), node.line)
-        self.made.update(zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True))
+        made = self.new.append(node.call.op, tuple(bound), node.line)
+        self.made.update(zip(node.outputs, made, strict=True))
         for tensor in node.outputs:
             self._annotate(tensor)
 
     def _annotate(self, tensor: int) -> None:
         """Annotate a tensor as the user did if it is made by the same op, else with the sharding that this means."""
         made = self.made[tensor]
-        said = self._said.get(tensor)
-        if said is not None and self.new.reduction_flags(made.id) == self.fd.reduction_flags(tensor):
-            self.new.say(made, dataclasses.replace(said, domain=said.domain.copy()))
+        own = self._annotations.get(tensor)
+        if own is not None and self.new.reduction_flags(made.id) == self.whole.reduction_flags(tensor):
+            self.new.own_annotations[made.id] = dataclasses.replace(own, domain=own.domain.copy())
         elif tensor in self.graph.annotations:
             self._place(made, self.graph.annotations[tensor])
-        if tensor in self.fd.overlaps:
-            self.new.overlaps[made.id] = self.fd.overlaps[tensor]
+        if tensor in self.whole.overlaps:
+            self.new.overlaps[made.id] = self.whole.overlaps[tensor]
 
-    def _place(self, made: TensorView, sharding: Sharding) -> None:
+    def _place(self, made: TensorRef, sharding: Sharding) -> None:
         """Annotate a tensor with a sharding, unless the user names no mesh: then the program runs on any."""
         if self._names_mesh:
-            self.new.shard(made, sharding)
+            shard(self.new, made.id, sharding, None, self.new.line_of_change())
 
     def hand_on(self, need: Need) -> None:
         """Return a tensor in the sharding in which it will be read."""
         op = find("set")
         assert op is not None
-        given = self.new.append(op, (self.made[need.tensor].ref,), self.graph.tensors[need.tensor].line)
+        (given,) = self.new.append(op, (self.made[need.tensor],), self.graph.tensors[need.tensor].line)
         self._place(given, need.sharding)
         self.new.outputs.append(given.id)

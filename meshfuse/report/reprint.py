@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..definition.annotation import Annotation
-from ..definition.builder import DefinitionBuilder
 from ..definition.loop import KIND_OF_NAME, Leaf, LoopDomain
-from ..definition.records import OpNode
-from ..definition.seeds import given_seed
+from ..definition.recording import OpNode, Recording
 from ..dtypes import DataType
 from ..mesh import STREAM, DeviceMesh, ParallelType
 from ..ops import COMPOSITES
@@ -18,31 +16,31 @@ from ..ops.values import REQUIRED, Param, ScalarRef, TensorRef
 _INDENT = "    "
 
 
-def definition_source(fd: DefinitionBuilder) -> str:
+def definition_source(recording: Recording) -> str:
     """Python text that defines an equal `fd`: composites as the ops that they are made of, tensors by number."""
-    meshes = meshes_of(fd)
+    meshes = meshes_of(recording)
     lines = ["import meshfuse as mf", ""]
     lines += [f"{name} = mf.{mesh!r}" for mesh, name in meshes.items()]
-    seed = given_seed(fd)
+    seed = recording.seed
     lines.append(f"with mf.FusionDefinition({'' if seed is None else f'seed={seed}'}) as fd:")
-    body = [_step(fd, step) for step in fd.history]
-    body += [f"fd.add_output(t{i})" for i in fd.outputs]
-    body += annotation_lines(fd, meshes)
+    body = [_step(recording, step) for step in recording.history]
+    body += [f"fd.add_output(t{i})" for i in recording.outputs]
+    body += annotation_lines(recording, meshes)
     return "\n".join([*lines, *(_INDENT + line for line in body or ["pass"])]) + "\n"
 
 
-def meshes_of(fd: DefinitionBuilder) -> dict[DeviceMesh, str]:
+def meshes_of(recording: Recording) -> dict[DeviceMesh, str]:
     """The meshes of all annotations, and their names in a text."""
-    meshes = dict.fromkeys(a.mesh for a in fd.all_annotations.values() if a.mesh is not None)
+    meshes = dict.fromkeys(a.mesh for a in recording.all_annotations.values() if a.mesh is not None)
     return {mesh: f"mesh{i}" for i, mesh in enumerate(meshes)}
 
 
-def annotation_lines(fd: DefinitionBuilder, meshes: Mapping[DeviceMesh, str]) -> list[str]:
+def annotation_lines(recording: Recording, meshes: Mapping[DeviceMesh, str]) -> list[str]:
     """The calls that annotate the tensors t0, t1, ..., to stand after the text that defines them."""
     lines: list[str] = []
-    for tensor, annotation in fd.all_annotations.items():
+    for tensor, annotation in recording.all_annotations.items():
         lines += _annotation(f"t{tensor}", annotation, meshes)
-    for tensor, asked in sorted(fd.overlaps.items()):
+    for tensor, asked in sorted(recording.overlaps.items()):
         lines.append(f"fd.overlap(t{tensor}, {asked.chunks}, dim={asked.dim}{', ring=True' if asked.ring else ''})")
     return lines
 
@@ -50,20 +48,20 @@ def annotation_lines(fd: DefinitionBuilder, meshes: Mapping[DeviceMesh, str]) ->
 # inputs, scalars and ops
 
 
-def _step(fd: DefinitionBuilder, step: TensorRef | ScalarRef | OpNode) -> str:
+def _step(recording: Recording, step: TensorRef | ScalarRef | OpNode) -> str:
     if isinstance(step, TensorRef):
-        return _input(fd, step)
-    return _scalar(fd, step) if isinstance(step, ScalarRef) else _op(step)
+        return _input(recording, step)
+    return _scalar(recording, step) if isinstance(step, ScalarRef) else _op(step)
 
 
-def _input(fd: DefinitionBuilder, ref: TensorRef) -> str:
-    made = fd.tensors[ref.id]
+def _input(recording: Recording, ref: TensorRef) -> str:
+    made = recording.tensors[ref.id]
     order = f", stride_order={list(made.stride_order)}" if made.stride_order is not None else ""
     return f"t{ref.id} = fd.define_tensor({list(made.type.shape)}, dtype={_text(made.type.dtype)}{order})"
 
 
-def _scalar(fd: DefinitionBuilder, ref: ScalarRef) -> str:
-    made, name = fd.scalars[ref.id], f"s{ref.id}"
+def _scalar(recording: Recording, ref: ScalarRef) -> str:
+    made, name = recording.scalars[ref.id], f"s{ref.id}"
     if made.op == "input":
         return f"{name} = fd.define_scalar(dtype={_text(made.dtype)})"
     if made.op == "const":

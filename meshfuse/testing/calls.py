@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from .. import kernels
-from ..definition.builder import DefinitionBuilder
 from ..definition.tensor_view import TensorView
 from ..dtypes import Category, DataType
+from ..fusion_definition import FusionDefinition
 from ..mesh import DeviceMesh
 from ..ops.local import LocalCall
 from ..ops.opdef import Call, OpDef, Sample
@@ -74,7 +74,7 @@ def whole(call: Call, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return run_lowering(LocalCall(call, names_of(call), taken, made, 0, number=SALT), operands)
 
 
-def define_call(fd: DefinitionBuilder, op: OpDef, sample: Sample) -> tuple[list[TensorView], list[TensorView]]:
+def define_call(fd: FusionDefinition, op: OpDef, sample: Sample) -> tuple[list[TensorView], list[TensorView]]:
     """A call in a definition, on new inputs: (its operands, its results)."""
     tensors: list[TensorView] = []
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ..definition.builder import DefinitionBuilder
 from ..dtypes import Category, DataType
 from ..errors import ArgumentError, caller_line, user_error
 from ..fusion_definition import FusionDefinition
@@ -18,27 +17,31 @@ from .cases import largest
 from .examples import examples_of, shape_of
 
 
-def inputs_for(fd: DefinitionBuilder, seed: int = 0) -> list[Any]:
+def inputs_for(fd: FusionDefinition, seed: int = 0) -> list[Any]:
     """Arguments for a definition: small whole numbers, and for index inputs numbers that are valid indices.
 
     Whole numbers have the same sum in every order, so that ops whose value jumps can be compared. Scalars are 1.5.
     """
-    check_type("inputs_for: fd", fd, DefinitionBuilder, "Pass a definition.")
+    check_type("inputs_for: fd", fd, FusionDefinition, "Pass a definition.")
     check_int("inputs_for: seed", seed, 0, 2**63 - 1)
     generator = torch.Generator().manual_seed(seed)
     limits = dict(_index_limits(fd))
     with torch.device("cpu"):
         return [
-            _values(fd, ref, limits, generator) if isinstance(ref, TensorRef) else _scalar(fd, ref) for ref in fd.inputs
+            _values(fd, ref, limits, generator) if isinstance(ref, TensorRef) else _scalar(fd, ref)
+            for ref in fd.recording.inputs
         ]
 
 
-def _scalar(fd: DefinitionBuilder, ref: Any) -> Any:
-    return (True, 2, 1.5, 1.5 + 0.5j)[fd.scalars[ref.id].dtype.category]
+def _scalar(fd: FusionDefinition, ref: Any) -> Any:
+    return (True, 2, 1.5, 1.5 + 0.5j)[fd.recording.scalars[ref.id].dtype.category]
 
 
-def _values(fd: DefinitionBuilder, ref: TensorRef, limits: dict[int, int], made: torch.Generator) -> torch.Tensor:
-    kind, example = TensorType(_known_shape(fd, ref), fd.tensors[ref.id].type.dtype), examples_of(fd).get(ref.id)
+def _values(fd: FusionDefinition, ref: TensorRef, limits: dict[int, int], made: torch.Generator) -> torch.Tensor:
+    kind, example = (
+        TensorType(_known_shape(fd, ref), fd.recording.tensors[ref.id].type.dtype),
+        examples_of(fd).get(ref.id),
+    )
     if example is not None and (example.values is not None or example.domain is not None):
         return fill(kind, example.values, example.domain, made)
     low, high = (0, limits.get(ref.id, 5)) if kind.dtype.category < Category.FLOAT else (-3, 5)
@@ -47,25 +50,25 @@ def _values(fd: DefinitionBuilder, ref: TensorRef, limits: dict[int, int], made:
     return found + 1j * torch.randint(low, high, kind.shape, generator=made) if dtype.is_complex else found
 
 
-def shapes_for(fd: DefinitionBuilder) -> list[tuple[int, ...]]:
+def shapes_for(fd: FusionDefinition) -> list[tuple[int, ...]]:
     """The shapes of a definition's input tensors for `fd.compile`; open sizes are as the strategy drew them."""
-    check_type("shapes_for: fd", fd, DefinitionBuilder, "Pass a definition.")
-    return [_known_shape(fd, ref) for ref in fd.inputs if isinstance(ref, TensorRef)]
+    check_type("shapes_for: fd", fd, FusionDefinition, "Pass a definition.")
+    return [_known_shape(fd, ref) for ref in fd.recording.inputs if isinstance(ref, TensorRef)]
 
 
-def _known_shape(fd: DefinitionBuilder, ref: TensorRef) -> tuple[int, ...]:
+def _known_shape(fd: FusionDefinition, ref: TensorRef) -> tuple[int, ...]:
     shape = shape_of(fd, ref.id)
     if -1 in shape:
-        tensor = fd.tensors[ref.id]
+        tensor = fd.recording.tensors[ref.id]
         raise user_error("inputs_for and shapes_for: open sizes", f"{tensor.label}: {tensor.type}", "known ones",
                          "Pass arguments of your own.", caller_line(), ArgumentError)  # fmt: skip
     return shape
 
 
-def _index_limits(fd: DefinitionBuilder) -> Iterator[tuple[int, int]]:
+def _index_limits(fd: FusionDefinition) -> Iterator[tuple[int, int]]:
     """(tensor, size of the smallest dim that it indexes) for tensors that are passed as an op's index."""
     found: dict[int, int] = {}
-    for node in fd.nodes:
+    for node in fd.recording.nodes:
         args = {param.name: arg for param, arg in zip(node.op.params, node.args, strict=True)}
         if "weight" in args and "padding_idx" in args:
             index, size = args["input"], shape_of(fd, args["weight"].id)[0]
@@ -80,20 +83,20 @@ def _index_limits(fd: DefinitionBuilder) -> Iterator[tuple[int, int]]:
 
 def unsharded_copy(fd: FusionDefinition) -> FusionDefinition:
     """The same definition without annotations."""
-    copy = FusionDefinition(fd._seed.of(fd))
-    copy.tensors, copy.scalars, copy.nodes = fd.tensors, fd.scalars, fd.nodes
-    copy.inputs, copy.outputs = fd.inputs, fd.outputs
-    copy._steps = dict(fd._steps)  # the same random numbers
+    seed = fd._execution.seed.value()
+    copy = FusionDefinition(seed)
+    copy._set_up(fd.recording.without_annotations(seed))
+    copy._execution.steps = dict(fd._execution.steps)  # the same random numbers
     return copy
 
 
-def tolerance_of(fd: DefinitionBuilder, output: int | None = None) -> float:
+def tolerance_of(fd: FusionDefinition, output: int | None = None) -> float:
     """Half the digits of the least precise floating point type in the definition, or of what an output is made of."""
-    behind = set(range(len(fd.tensors))) if output is None else {output}
-    for node in reversed(fd.nodes) if output is not None else ():
+    behind = set(range(len(fd.recording.tensors))) if output is None else {output}
+    for node in reversed(fd.recording.nodes) if output is not None else ():
         if not behind.isdisjoint(node.outputs):
             behind.update(node.inputs)
-    dtypes = [fd.tensors[i].type.dtype for i in behind]
+    dtypes = [fd.recording.tensors[i].type.dtype for i in behind]
     floats = [torch.finfo(getattr(torch, d.value)).eps for d in dtypes if d.category >= Category.FLOAT]
     return max(floats, default=0.0) ** 0.5
 
@@ -108,19 +111,25 @@ def assert_same_as_unsharded(
     """
     check_type("assert_same_as_unsharded: fd", fd, FusionDefinition, "Pass a definition.")
     if expected is not None:
-        needed = f"a tensor for each of {len(fd.outputs)} outputs"
+        count = len(fd.recording.outputs)
+        needed = f"a tensor for each of {count} outputs"
         check_entries("assert_same_as_unsharded: expected", expected, torch.Tensor, needed)
-        check_int("assert_same_as_unsharded: results expected", len(expected), len(fd.outputs), len(fd.outputs))
+        check_int(
+            "assert_same_as_unsharded: results expected",
+            len(expected),
+            len(fd.recording.outputs),
+            len(fd.recording.outputs),
+        )
     wanted = expected if expected is not None else unsharded_copy(fd).simulate(inputs)
     found = fd.simulate(inputs, check_replicas=True)
-    annotated = bool(fd.annotations)
+    annotated = bool(fd.recording.annotations)
     for place, (a, b) in enumerate(zip(found, wanted, strict=True)):
-        name = fd.tensors[fd.outputs[place]].name
+        name = fd.recording.tensors[fd.recording.outputs[place]].name
         if a.shape != b.shape:
             raise AssertionError(f"output {name}: shape {tuple(a.shape)} instead of {tuple(b.shape)}")
         if annotated:
             name += f", {fd.latest().output_shardings()[place]}"
-        assert_close(a, b, tolerance_of(fd, fd.outputs[place]), f"output {name}")
+        assert_close(a, b, tolerance_of(fd, fd.recording.outputs[place]), f"output {name}")
 
 
 def assert_close(a: torch.Tensor, b: torch.Tensor, tolerance: float, what: str) -> None:

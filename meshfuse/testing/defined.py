@@ -9,6 +9,7 @@ import torch
 
 from ..compiler import CompiledProgram, compile_sharded
 from ..errors import SourceLine, told
+from ..execution import Execution
 from ..executor.arguments import Inputs
 from ..fusion_definition import FusionDefinition
 from ..graph import specialize
@@ -16,6 +17,7 @@ from ..mesh import DeviceMesh
 from ..ops.binding import make_call
 from ..ops.opdef import OpDef, Sample
 from ..ops.rules import FactorKind
+from ..programs import Programs
 from ..propagation import propagate
 from ..rewrites.distributed_forms import Blocked, blocked, with_forms
 from ..sharding.layout import Layout, Split
@@ -34,20 +36,21 @@ class Annotated:
     form: Blocked | None = None
 
 
-class _Formed(FusionDefinition):
-    """A definition whose first op is written in its distributed form, even if that costs more."""
+class _Formed(Programs):
+    """Compiles a definition whose first op is written in its distributed form, even if that costs more."""
 
     form: Blocked
 
-    def _compile(
+    def program(
         self,
         given: Inputs,
         shapes: dict[int, tuple[int, ...]],
-        world: DeviceMesh,
+        default_mesh: DeviceMesh,
         line: SourceLine,
         near_factor: float = 1.0,
     ) -> CompiledProgram:
-        return compile_sharded(propagate(with_forms(specialize(self, shapes, {}), {0: self.form}), world))
+        graph = specialize(self.fd.recording, shapes, {})
+        return compile_sharded(propagate(with_forms(graph, {0: self.form}), default_mesh))
 
 
 def form_cases(op: OpDef, sample: Sample) -> Iterator[Annotated]:
@@ -79,7 +82,7 @@ def _has_form(op: OpDef, sample: Sample, form: Blocked) -> bool:
     tensors, results = define_call(fd, op, sample)
     for result in results:
         fd.add_output(result)
-    graph = specialize(fd, {t.id: t.type.shape for t in tensors}, {})
+    graph = specialize(fd.recording, {t.id: t.type.shape for t in tensors}, {})
     try:
         return with_forms(graph, {0: form}).nodes != graph.nodes
     except Exception:
@@ -89,8 +92,8 @@ def _has_form(op: OpDef, sample: Sample, form: Blocked) -> bool:
 def _definition(op: OpDef, case: Annotated, annotated: bool) -> FusionDefinition:
     fd = FusionDefinition(0)
     if annotated and case.form is not None:
-        fd = _Formed(0)
-        fd.form = case.form
+        programs = fd._programs = _Formed(fd, None, None, None)
+        programs.form, fd._execution = case.form, Execution(fd, programs)
     tensors, results = define_call(fd, op, case.sample)
     for result in results:
         fd.add_output(result)

@@ -84,7 +84,7 @@ def _definitions(
     for _ in range(draw(st.integers(1, 2))):
         w.input([w.size() for _ in range(draw(st.integers(1, 3)))])
     length = draw(st.sampled_from(_lengths(*length_of)))
-    while len(w.fd.nodes) < length:
+    while len(w.fd.recording.nodes) < length:
         draw(st.sampled_from(blocks))(w)
     _add_outputs(draw, w)
     return w.fd
@@ -96,9 +96,9 @@ def _lengths(low: int, high: int) -> list[int]:
 
 
 def _add_outputs(draw: st.DrawFn, w: DefinitionWriter) -> None:
-    fd, read = w.fd, {i for node in w.fd.nodes for i in node.inputs}
+    fd, read = w.fd, {i for node in w.fd.recording.nodes for i in node.inputs}
     made = [v.tv.id for v in w.vars]
-    unread = [i for node in fd.nodes if not read.intersection(node.outputs) for i in node.outputs[:1]]
+    unread = [i for node in fd.recording.nodes if not read.intersection(node.outputs) for i in node.outputs[:1]]
     extra = draw(st.lists(st.sampled_from(made), max_size=2, unique=True))
     for i in dict.fromkeys([*unread, *extra]):
         fd.add_output(TensorView(fd, TensorRef(i)))
@@ -126,9 +126,9 @@ def _annotations(
     chosen = [draw(meshes(min_ranks=2, max_ranks=max_ranks))]
     if second_mesh and chosen[0].size < max_ranks and draw(st.integers(0, 5)) == 5:
         chosen.append(draw(meshes(max_ranks=max_ranks - chosen[0].size, first_rank=chosen[0].size)))
-    known = [i for i in range(len(fd.tensors)) if -1 not in shape_of(fd, i)]
-    inputs = fd.input_tensors()
-    pools = [pool for pool in (inputs, inputs, known, [i for i in fd.outputs if i in known]) if pool]
+    known = [i for i in range(len(fd.recording.tensors)) if -1 not in shape_of(fd, i)]
+    inputs = fd.recording.input_tensors()
+    pools = [pool for pool in (inputs, inputs, known, [i for i in fd.recording.outputs if i in known]) if pool]
     wanted = draw(
         st.lists(st.sampled_from(pools).flatmap(st.sampled_from), min_size=1, max_size=max_tensors, unique=True)
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from ..definition.builder import DefinitionBuilder
+from ..fusion_definition import FusionDefinition
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +18,16 @@ class Example:
     domain: tuple[float, float] | None = None
 
 
-_examples: WeakKeyDictionary[DefinitionBuilder, dict[int, Example]] = WeakKeyDictionary()
+_examples: WeakKeyDictionary[FusionDefinition, dict[int, Example]] = WeakKeyDictionary()
 
 
-def examples_of(fd: DefinitionBuilder) -> dict[int, Example]:
+def examples_of(fd: FusionDefinition) -> dict[int, Example]:
     """Examples by tensor; empty for a definition that no strategy made."""
     return _examples.setdefault(fd, {})
 
 
-def shape_of(fd: DefinitionBuilder, tensor: int) -> tuple[int, ...]:
+def shape_of(fd: FusionDefinition, tensor: int) -> tuple[int, ...]:
     """The shape of a tensor, with the example's sizes for open ones; -1 stays where there is no example."""
-    shape = fd.tensors[tensor].type.shape
+    shape = fd.recording.tensors[tensor].type.shape
     found = examples_of(fd).get(tensor)
     return found.shape if -1 in shape and found is not None else shape

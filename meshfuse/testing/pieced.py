@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..definition.builder import DefinitionBuilder
+from ..fusion_definition import FusionDefinition
 from ..graph import Graph, specialize
 from ..ops.binding import make_call
 from ..ops.opdef import OpDef, Sample
@@ -43,7 +43,7 @@ def pieced_problem(op: OpDef, sample: Sample) -> str | None:
 def on_parts(op: OpDef, sample: Sample, rule: Rule, factor: int, first: int) -> Graph:
     """The call as it is written for operands that are put together from two parts along a factor."""
     fd = _put_together(op, sample, rule, factor, first)
-    graph = specialize(fd, {i: fd.tensors[i].type.shape for i in fd.input_tensors()}, {})
+    graph = specialize(fd.recording, {i: fd.recording.tensors[i].type.shape for i in fd.recording.input_tensors()}, {})
     return Parted(tuple([node.id for node in graph.nodes[:-1]]))(graph)
 
 
@@ -62,9 +62,9 @@ def _dim_of(dims: DimFactors, factor: int) -> int | None:
     return next((d for d, factors in enumerate(dims) if factors == (factor,)), None)
 
 
-def _put_together(op: OpDef, sample: Sample, rule: Rule, factor: int, first: int) -> DefinitionBuilder:
+def _put_together(op: OpDef, sample: Sample, rule: Rule, factor: int, first: int) -> FusionDefinition:
     dims = iter(rule.operands)
-    fd = DefinitionBuilder()
+    fd = FusionDefinition(0)
 
     def defined(arg: Any) -> Any:
         if isinstance(arg, list) and arg and isinstance(arg[0], TensorType):

@@ -58,7 +58,7 @@ def _step(w: Writer, theme: str) -> Step:
 def _outputs(w: Writer) -> list[Tensor]:
     """What no op reads, and now and then another tensor."""
     fd = w.fd
-    read = {i for node in fd.nodes for i in node.inputs}
+    read = {i for node in fd.recording.nodes for i in node.inputs}
     made = [t for t in w.tensors if t not in w.inputs]
     unread = [t for t in made if t.id not in read]
     return [*unread, *(w.draws.sample([t for t in made if t not in unread], 1) if w.draws.chance(0.3) else [])]

@@ -28,7 +28,7 @@ DTYPES = {torch.float64: DataType.Double, torch.float32: DataType.Float, torch.b
 
 
 def chosen(fd: mf.FusionDefinition) -> list[tuple[str, str]]:
-    (made,) = fd._simulated.values()
+    (made,) = fd._execution.simulated.values()
     return [(c.backend, c.why) for segments in made.simulation.segments for c in segments.chosen.values()]
 
 

@@ -36,7 +36,7 @@ SAMPLES = [
 
 
 def chosen(fd: mf.FusionDefinition) -> set[tuple[str, str]]:
-    (made,) = fd._simulated.values()
+    (made,) = fd._execution.simulated.values()
     return {(c.backend, c.why) for segments in made.simulation.segments for c in segments.chosen.values()}
 
 

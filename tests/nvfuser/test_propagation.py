@@ -78,8 +78,10 @@ def test_a_free_sum_costs_less_than_nvfusers_all_reduce(name: str) -> None:
     fd, plan = compiled(name)
     assert theirs(name)[-1] == ((False, False), True)
     assert not plan[-1][1]
-    (result,) = fd.outputs
-    assert fd.bill().total < 2 * (plans.RANKS - 1) / plans.RANKS * 4 * math.prod(fd.tensors[result].type.shape)
+    (result,) = fd.recording.outputs
+    assert fd.bill().total < 2 * (plans.RANKS - 1) / plans.RANKS * 4 * math.prod(
+        fd.recording.tensors[result].type.shape
+    )
 
 
 @pytest.mark.parametrize("name", plans.KEPT)
@@ -97,5 +99,5 @@ def test_outputs_that_nothing_is_said_of_lie_where_nvfuser_leaves_them(name: str
             tensor.set_device_mesh(mesh)
         for tensor in tensors[len(inputs) :]:
             fd.add_output(tensor)
-    found = fd.compile(*[fd.tensors[tv.id].type.shape for tv in inputs]).output_shardings()
+    found = fd.compile(*[fd.recording.tensors[tv.id].type.shape for tv in inputs]).output_shardings()
     assert [tuple(map(bool, sharding.dims)) for sharding in found] == [dims for dims, _ in theirs(name)[len(inputs) :]]

@@ -118,13 +118,13 @@ PROGRAMS = [mlp, attention, layer_norm, reductions, reshapes]
 
 def arguments(fd: mf.FusionDefinition) -> list[Any]:
     torch.manual_seed(0)
-    return [_argument(fd, ref) for ref in fd.inputs]
+    return [_argument(fd, ref) for ref in fd.recording.inputs]
 
 
 def _argument(fd: mf.FusionDefinition, ref: Any) -> Any:
     if not isinstance(ref, TensorRef):
         return 2.0
-    kind = fd.tensors[ref.id].type
+    kind = fd.recording.tensors[ref.id].type
     return torch.randint(0, 5, kind.shape).to(getattr(torch, kind.dtype.value))
 
 
@@ -145,7 +145,7 @@ def launches(fd: mf.FusionDefinition, monkeypatch: pytest.MonkeyPatch) -> tuple[
 
     monkeypatch.setattr(Simulation, "__init__", recording)
     fd.simulate(arguments(fd))
-    return next(iter(fd._compiled.values())), found
+    return next(iter(fd._programs.compiled.values())), found
 
 
 def _recorded(kernel: Callable[..., Any], found: dict[Any, Launched], key: Any) -> Callable[..., Any]:

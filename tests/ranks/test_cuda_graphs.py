@@ -115,7 +115,7 @@ def test_what_a_graph_cannot_do_is_refused(fakes: FakeGraphs, monkeypatch: pytes
     monkeypatch.setattr(graphs, "DEVICE", "cuda")
     refused("arguments on cpu, needed tensors on a cuda device", lambda: plain.execute([X], cuda_graph=True))
     monkeypatch.setattr(Group, "is_staged", True)
-    group, line = Group(mf.World.current(), (0,), "of ranks"), plain.tensors[0].line
+    group, line = Group(mf.World.current(), (0,), "of ranks"), plain.recording.tensors[0].line
     shared = "group of ranks (ranks 0) of ranks that share a device, needed a device for each rank"
     refused(shared, lambda: graphs.check_groups([group], line))
     assert fakes.calls == []

@@ -93,7 +93,7 @@ def on_rank_sizes(batches: list[int]) -> list[torch.Tensor]:
         tensors = [torch.randn(s, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
                    for s in ((batch, *MLP[0][1:]), *MLP[1:])]  # fmt: skip
         results.append(fd.execute(cut(fd, tensors))[0])
-    assert len(fd._compiled) == len(set(batches))
+    assert len(fd._programs.compiled) == len(set(batches))
     return results
 
 

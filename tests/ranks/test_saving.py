@@ -52,7 +52,7 @@ def views(mesh: str) -> dict[str, mf.TensorView]:
 def local(name: str, view: mf.TensorView, step: int = 0) -> torch.Tensor:
     """This rank's shard."""
     shape = SHAPES[name]
-    sharding = view.fd.annotations[view.id].sharding(name, shape).placement(shape)
+    sharding = view.fd.recording.annotations[view.id].sharding(name, shape).placement(shape)
     return shard(whole(step)[name], sharding, mf.World.current().rank)
 
 

@@ -262,7 +262,7 @@ def backward(sequence: bool = False) -> None:
 
 def _like(tv: Any, primal: Any) -> None:
     """The gradient is cut as what it is the gradient of."""
-    sharding = primal.fd.annotations[primal.id].named()
+    sharding = primal.fd.recording.annotations[primal.id].named()
     for dim, layout in enumerate(sharding):
         if any(part.bound for part in layout):
             split(tv, dim)

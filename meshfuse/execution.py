@@ -1,0 +1,268 @@
+"""Running a definition: on this process' rank, on simulated ranks, or as its user's launcher says."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from .argument_checks import check_flags
+from .backends.assignment import requested
+from .compiler import CompiledProgram
+from .definition.recording import Recording
+from .definition.seeds import Seed
+from .errors import RankError, SourceLine, caller_line
+from .executor.argument_guards import ArgumentGuards, Options
+from .executor.arguments import (
+    Inputs,
+    check_count,
+    check_global_shapes,
+    check_numbers,
+    global_shapes,
+    split_arguments,
+)
+from .executor.dtensor import GivenDTensor, dtensors_of, local_parts, output_homes, wrap_outputs
+from .executor.graphs import Captured, check_capturable, check_groups, watched
+from .executor.segments import Segments
+from .executor.simulate import Simulation
+from .executor.simulated_program import SimulatedProgram
+from .executor.spmd import RankProgram, check_same_arguments, check_world, named_ranks, scalar_lines
+from .host_ir import HostProgram
+from .kernels import in_stride_order
+from .mesh import DeviceMesh
+from .ops.values import TensorRef
+from .planner.shape_reuse import nearness
+from .programs import Programs
+from .runtime.world import World
+from .sharding.data import shard
+from .sharding.value import Sharding
+
+
+class Runnable(Protocol):
+    """The definition that is run."""
+
+    recording: Recording
+
+    def _complete(self) -> None: ...
+    def _random_state(self, device: torch.device, step: int) -> tuple[int, int]: ...
+    def _output_orders(self) -> list[tuple[int, ...] | None]: ...
+
+
+class Execution:
+    """Runs a definition's programs.
+
+    steps: runs so far, counted apart: a simulation on one rank must not change that rank's random numbers.
+    simulated, bound: programs by shapes, scalars that sizes follow, device and options.
+    """
+
+    def __init__(self, fd: Runnable, programs: Programs) -> None:
+        self.fd, self.recording, self.programs = fd, fd.recording, programs
+        self.seed = Seed(fd.recording)
+        self.steps = {"ranks": 0, "simulated": 0}
+        self.simulated: dict[Any, SimulatedProgram] = {}
+        self.bound: dict[Any, RankProgram] = {}
+        # Those of `execute` by arguments that were found to fit: such are not checked again.
+        self._guards = ArgumentGuards[RankProgram]()
+        # The stride orders of outputs, once they are asked for, and whether any is not row-major.
+        self._orders: list[tuple[int, ...] | None] | None = None
+        self._ordered = False
+
+    def share(self, other: Execution) -> None:
+        """Use the programs of an equal definition, and go on with its random numbers."""
+        self.bound, self.simulated, self.steps = other.bound, other.simulated, other.steps
+        self.programs.compiled = other.programs.compiled
+
+    def execute(self, inputs: Sequence[Any], options: Options) -> list[Any]:
+        """The outputs of this rank, from its shards of the inputs."""
+        program, outputs, homes, step = None, None, None, self.steps["ranks"]
+        try:
+            program = self._guards.find(inputs, options)
+            if program is None:
+                program, inputs, homes = self._fitted(inputs, options)
+            self.programs.last_run = program
+            step = self._next_step("ranks")
+            outputs = program.run(inputs, self.fd._random_state(program.device, step), step)
+            laid_out = self._laid_out(outputs)
+            return laid_out if homes is None else wrap_outputs(laid_out, homes)
+        except BaseException as error:
+            self._leave_off(program, step, outputs, error)
+            raise
+
+    def _fitted(self, inputs: Sequence[Any], options: Options) -> tuple[RankProgram, list[Any], Any]:
+        """The program for arguments that have not been checked yet.
+
+        Also the arguments in the form that it takes, and how its outputs become DTensors (None where they do not).
+        """
+        line, (idle_ranks, backend, cuda_graph) = caller_line(), options
+        World.current()  # What is wrong with the arguments of one rank its peers learn.
+        check_flags(line, idle_ranks=idle_ranks, cuda_graph=cuda_graph)
+        self.fd._complete()
+        check_count(self.recording, inputs, line)
+        name = requested(backend, line)
+        locals_, dtensors = local_parts(inputs), dtensors_of(self.recording, inputs, line)
+        given = split_arguments(self.recording, locals_, line)
+        key = self._key(given, idle_ranks, name, cuda_graph, *dtensors.items())
+        program = self.bound.get(key)
+        if program is None:
+            program = self.bound[key] = self._bind_rank(given, dtensors, idle_ranks, line, None, name, cuda_graph)
+        if not any(self.recording.tensors[i].stride_order for i in given.tensors):
+            self._guards.learn(inputs, options, program)
+        homes = output_homes(program.compiled, inputs, line) if dtensors else None
+        return program, given.in_order(self.recording.inputs), homes
+
+    def _leave_off(self, program: RankProgram | None, step: int, outputs: Any, error: BaseException) -> None:
+        """Tell the world of an error at a step, outside of this rank's program: other ranks may not have met it.
+
+        An error about other ranks is known to all of them already; it gets the user's line if it has none.
+        """
+        if isinstance(error, RankError):
+            error.where = error.where or caller_line()
+        before = program is None or program.step <= step
+        if (before or outputs is not None) and not isinstance(error, RankError):
+            begins = f" that begins at {self.recording.tensors[0].line}" if self.recording.tensors else ""
+            when = "before" if before else "after"
+            where = f"step {step + 1} of the definition{begins}, {when} its program"
+            World.leave_off(where, lambda size: named_ranks(self.recording, size), error)
+
+    def simulate(self, inputs: Sequence[Any], check_replicas: bool, check_streams: bool) -> list[torch.Tensor]:
+        """The global outputs, by all ranks' programs in this process."""
+        line = caller_line()
+        check_flags(line, check_replicas=check_replicas, check_streams=check_streams)
+        self.fd._complete()
+        given = split_arguments(self.recording, inputs, line)
+        if check_replicas:
+            check_numbers(self.recording, given, "check_replicas", line)
+        name = requested(None, line)
+        key = self._key(given, name, check_streams)
+        if key not in self.simulated:
+            compiled = self.programs.program(
+                given, check_global_shapes(self.recording, given, line), DeviceMesh([0]), line
+            )
+            programs = [compiled.host_program(rank) for rank in compiled.ranks]
+            compiled.verify()
+            simulation = Simulation(programs, given.device, compiled.segmented, name, check_streams)
+            self.simulated[key] = SimulatedProgram(compiled, simulation)
+        made = self.programs.last_run = self.simulated[key]
+        with torch.no_grad():
+            arguments = made.arguments(self.recording, given)
+            return self._laid_out(made.run(arguments, self.seed.value(), self._next_step("simulated"), check_replicas))
+
+    def on_launched_ranks(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        """The global outputs, by the ranks that a launcher started."""
+        world = World.current()
+        program, outputs, step = None, None, self.steps["ranks"]
+        try:
+            program, args = self._fitted_whole(inputs, world)
+            self.programs.last_run = program
+            step = self._next_step("ranks")
+            outputs = program.run(args, self.fd._random_state(program.device, step), step, whole=True)
+            return self._laid_out(outputs)
+        except BaseException as error:
+            self._leave_off(program, step, outputs, error)
+            raise
+
+    def _fitted_whole(self, inputs: Sequence[Any], world: World) -> tuple[RankProgram, list[Any]]:
+        """The program for global tensors, and this rank's parts of them."""
+        line = caller_line()
+        self.fd._complete()
+        given = split_arguments(self.recording, inputs, line)
+        shapes = check_global_shapes(self.recording, given, line)
+        shardings = self._input_shardings(shapes)
+        values = zip(self.recording.inputs, given.in_order(self.recording.inputs), strict=True)
+        with torch.no_grad():
+            args = [self._local(ref, value, shardings, world.rank) for ref, value in values]
+        key = (self._key(given), "global")
+        if key not in self.bound:
+            program = self._bind_rank(given, {}, False, line, whole=shapes)
+            check_same_arguments(self.recording, given, world)
+            self.bound[key] = program
+        return self.bound[key], args
+
+    def _local(self, ref: Any, value: Any, shardings: Mapping[int, Sharding], rank: int) -> Any:
+        if not isinstance(ref, TensorRef) or ref.id not in shardings or rank not in shardings[ref.id].mesh:
+            return value
+        return shard(value, shardings[ref.id], rank)
+
+    def _input_shardings(self, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Sharding]:
+        annotated = self.recording.annotations
+        return {i: annotated[i].sharding(self.recording.tensors[i].name, shape).placement(shape)
+                for i, shape in shapes.items() if i in annotated}  # fmt: skip
+
+    def _laid_out(self, outputs: list[Any]) -> list[Any]:
+        """The outputs with the strides that allocation domains and stride_order ask for."""
+        if self._orders is None:
+            self._orders = self.fd._output_orders()
+            self._ordered = any(order is not None for order in self._orders)
+        if not self._ordered:
+            return outputs
+        return [
+            out if order is None or out is None else in_stride_order(out, list(order))
+            for out, order in zip(outputs, self._orders, strict=True)
+        ]
+
+    def _next_step(self, where: str) -> int:
+        step = self.steps[where]
+        self.steps[where] = step + 1
+        return step
+
+    def _key(self, given: Inputs, *more: Any) -> Any:
+        sizes = tuple(given.scalars[i] for i in sorted(self.programs.sized_by()))
+        return (tuple(t.shape for t in given.tensors.values()), sizes, given.device, more)
+
+    def _bind_rank(
+        self,
+        given: Inputs,
+        known: Mapping[int, GivenDTensor],
+        idle_ranks: bool,
+        line: SourceLine,
+        whole: Mapping[int, tuple[int, ...]] | None = None,
+        backend: str | None = None,
+        cuda_graph: bool = False,
+    ) -> RankProgram:
+        """The program for these arguments, compiled and bound to this rank.
+
+        `known` is what DTensors say of their inputs. The shapes of plain shards are completed from the ranks' local
+        shapes; `whole` are the global shapes, if the arguments were whole.
+        """
+        world = World.current()
+        check_world(self.recording, world.size, idle_ranks, line)
+        if world.size > 1:
+            check_numbers(self.recording, given, "on several ranks", line)
+        cut = {i: found.cut for i, found in known.items() if found.cut is not None}
+        wholes = {i: found.shape for i, found in known.items()}
+        shapes = global_shapes(self.recording, given, world.rank, wholes, cut, line) if whole is None else dict(whole)
+        mesh = DeviceMesh(list(range(world.size)))
+        sizes = Inputs({}, given.scalars, given.device, tuple(cut.items()) if known else None)
+        near = nearness(line)
+        # Whole arguments are compared, numbers among them, once the program has been.
+        source = "\n".join([repr(self.fd), *self._settings(near), *([] if whole is not None else scalar_lines(given))])
+        named = named_ranks(self.recording, world.size)
+        compiled = self.programs.program(sizes, shapes, mesh, line, near)
+
+        def renewed() -> CompiledProgram:
+            return self.programs.renewed(compiled, sizes, shapes, mesh)
+
+        def captured(program: HostProgram, main: Any) -> Captured:
+            check_capturable(program, sizes, line)
+            groups = [world.group(ranks) for ranks in program.groups if world.rank in ranks]
+            return Captured(main, lambda: check_groups(groups, line), watched(world, groups))
+
+        capture = captured if cuda_graph else None
+        made = RankProgram(compiled, world, given.device, source, requested(backend, line), named, renewed, capture)
+        self.seed.agree(world)
+        return made
+
+    def _settings(self, near: float) -> list[str]:
+        """A line of text for each setting that plans depend on, to compare over ranks."""
+        return [
+            f"search={self.programs.effort.value!r} (its own, or MESHFUSE_SEARCH)", f"MESHFUSE_NEAR={near:g}",
+            f"max_memory={self.programs.max_memory} (its own, or MESHFUSE_MAX_MEMORY)",
+        ]  # fmt: skip
+
+    def segments_of(self, compiled: CompiledProgram) -> list[Segments]:
+        """What runs a program's segments: on simulated ranks that compile them, and on this process' rank."""
+        simulated = [made.simulation.segments for made in self.simulated.values() if made.compiled is compiled]
+        bound = [program for program in self.bound.values() if program.compiled is compiled and program.active]
+        return [*itertools.chain(*simulated), *(program.segments for program in bound)]
