@@ -216,7 +216,7 @@ def test_aliases_that_do_not_fit() -> None:
     for alias in (other, y, X):
         with pytest.raises(mf.DefinitionError, match="alias_input"):
             fd.add_output(y, alias)
-    assert not fd.recording.outputs and not fd.aliases
+    assert not fd.recording.outputs and not fd._aliases
     fd.add_output(y, x)
     with pytest.raises(mf.DefinitionError, match=r"alias_input: found t0, which another output is written into"):
         fd.add_output(fd.ops.neg(x), x)

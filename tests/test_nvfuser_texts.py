@@ -129,7 +129,7 @@ def test_numbers_are_written_where_they_are_used(number: Any, text: str, constan
     x = fd.define_tensor([2], dtype=DataType.ComplexDouble)
     fd.add_output(fd.ops.mul(x, fd.define_scalar(number) if constant else number))
     assert f"tv1 = fd.ops.mul(tv0, {text})" in body(fd)
-    (made,) = nvfuser_rebuilt(fd).nodes
+    (made,) = nvfuser_rebuilt(fd).recording.nodes
     assert made.args[1] == number
 
 

@@ -253,7 +253,7 @@ def test_scalars_and_chunks_and_memory_orders_stay() -> None:
         fd.mesh_split(w, TP, ["tp", None])
         fd.add_output(fd.ops.permute(z, [1, 0]))
     halves = fd.prepared(w)
-    assert {asked[:3] for asked in halves[1].overlaps.values()} == {(0, 2, False)}
+    assert {asked[:3] for asked in halves[1].recording.overlaps.values()} == {(0, 2, False)}
     inputs = [torch.randn(16, 8), torch.randn(8, 8), 0.5]
     wanted = (inputs[0].double() @ (inputs[1].double() * 2) * 16.5).T
     assert_close(run(halves, inputs, [1])[0], wanted, 1e-5, "z")
@@ -297,7 +297,7 @@ def test_what_is_said_in_a_half_is_said_there_alone() -> None:
     once, each = fd.prepared(w)
     for half in (once, each):
         for view in views(half, range(len(half.recording.inputs))):
-            if half.is_annotated(view):
+            if view.has_device_mesh():
                 view.split(len(view.get_loop_domain()) - 1, 2)
     assert repr(fd) == said
 

@@ -30,3 +30,25 @@ def test_the_version_is_one_everywhere(capsys: pytest.CaptureFixture[str]) -> No
     found = importlib.metadata.metadata("meshfuse")
     assert found["Version"] == mf.__version__
     assert found["Keywords"] and any("Typed" in text for text in found.get_all("Classifier") or ())
+
+
+# What users call, and `recording`, in which tools read what a script has written.
+CALLS = [
+    "add_output", "backends", "bill", "call", "compile", "define_scalar", "define_tensor", "define_vector", "execute",
+    "explain", "from_pytorch", "fusion", "grad", "host_program", "latest", "max_memory", "max_wire", "memory",
+    "mesh_split", "ops", "output_shardings", "overlap", "prepared", "recording", "shard", "simulate", "size",
+    "stop_gradient",
+]  # fmt: skip
+
+
+def test_a_definition_shows_what_users_call() -> None:
+    assert [name for name in dir(mf.FusionDefinition()) if not name.startswith("_")] == CALLS
+
+
+def test_nvfusers_definition_shows_its_calls_beside_meshfuses() -> None:
+    more = {
+        "fec", "ke", "last_repro_script", "manual_execute", "manual_validate", "repro_script_for", "sched", "validate",
+        "validate_definition",
+    }  # fmt: skip
+    shown = {name for name in dir(mf.nvfuser_direct.FusionDefinition) if not name.startswith("_")}
+    assert shown | {"ops", "recording", "sched"} == {*CALLS, *more}

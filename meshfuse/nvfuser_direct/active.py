@@ -10,18 +10,18 @@ from typing import Any, Protocol
 from ..compiler import CompiledProgram
 from ..definition.calls import find_op
 from ..definition.namespaces import Fusion as CoreFusion
-from ..definition.recording import Recording
+from ..definition.recording import Definition
 from ..definition.tensor_view import TensorView, Val
 from ..errors import caller_line, shown, user_error
+from ..execution import Execution
 from ..ops import COMPOSITES
 from ..ops.registry import names
 
 
-class NvfuserDefinition(Protocol):
+class NvfuserDefinition(Definition, Protocol):
     """What other parts of this package need of its FusionDefinition, which is made of them."""
 
-    recording: Recording
-    ops: Any
+    _execution: Execution
     _aliases: dict[int, int]
     _ran: CompiledProgram | None
     _drawn: tuple[int, int]
@@ -32,7 +32,7 @@ class NvfuserDefinition(Protocol):
     def fec(self) -> Any: ...
     def define_tensor(self, *args: Any, **options: Any) -> TensorView: ...
     def define_scalar(self, *args: Any, **options: Any) -> Val: ...
-    def execute(self, inputs: Sequence[Any], **options: Any) -> list[Any]: ...
+    def execute(self, *args: Any, **options: Any) -> list[Any]: ...
     def _run(self, values: Sequence[Any], *, scheduled: bool = True) -> list[Any]: ...
     def _program_text(self) -> str: ...
     def _bound_outputs(self, compiled: CompiledProgram) -> list[dict[str, int]]: ...

@@ -11,14 +11,14 @@ from typing import Any
 from ..argument_checks import as_int
 from ..errors import caller_line, shown, user_error
 from ..report.reprint import definition_source
-from .active import definition_of
+from .active import NvfuserDefinition, definition_of
 from .definition import Fusion, FusionDefinition
 from .executors import FusionExecutorCache
 
 
 @dataclass(slots=True)
 class _CachedFusion:
-    definition: FusionDefinition
+    definition: NvfuserDefinition
     visits: int = 0
 
 
@@ -39,7 +39,7 @@ class LRUCache:
         self.look_up(definition_of(fusion, "cache_compile"))
         return FusionExecutorCache(fusion)
 
-    def look_up(self, made: FusionDefinition) -> None:
+    def look_up(self, made: NvfuserDefinition) -> None:
         """Let a definition use the programs of an equal one that is kept, or keep it for others."""
         self.lookups += 1
         # nvFuser's text does not tell a constant scalar from a plain number; the definition's own text does.
@@ -53,7 +53,7 @@ class LRUCache:
         self._entries.move_to_end(key)
         made._execution.share(entry.definition._execution)
 
-    def _insert(self, key: tuple[str, str], made: FusionDefinition) -> None:
+    def _insert(self, key: tuple[str, str], made: NvfuserDefinition) -> None:
         if len(self._entries) == self.max_fusions:
             self._entries.popitem(last=False)
         self._entries[key] = _CachedFusion(made)

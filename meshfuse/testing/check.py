@@ -38,10 +38,8 @@ def _scalar(fd: FusionDefinition, ref: Any) -> Any:
 
 
 def _values(fd: FusionDefinition, ref: TensorRef, limits: dict[int, int], made: torch.Generator) -> torch.Tensor:
-    kind, example = (
-        TensorType(_known_shape(fd, ref), fd.recording.tensors[ref.id].type.dtype),
-        examples_of(fd).get(ref.id),
-    )
+    dtype, example = fd.recording.tensors[ref.id].type.dtype, examples_of(fd).get(ref.id)
+    kind = TensorType(_known_shape(fd, ref), dtype)
     if example is not None and (example.values is not None or example.domain is not None):
         return fill(kind, example.values, example.domain, made)
     low, high = (0, limits.get(ref.id, 5)) if kind.dtype.category < Category.FLOAT else (-3, 5)
@@ -114,12 +112,7 @@ def assert_same_as_unsharded(
         count = len(fd.recording.outputs)
         needed = f"a tensor for each of {count} outputs"
         check_entries("assert_same_as_unsharded: expected", expected, torch.Tensor, needed)
-        check_int(
-            "assert_same_as_unsharded: results expected",
-            len(expected),
-            len(fd.recording.outputs),
-            len(fd.recording.outputs),
-        )
+        check_int("assert_same_as_unsharded: results expected", len(expected), count, count)
     wanted = expected if expected is not None else unsharded_copy(fd).simulate(inputs)
     found = fd.simulate(inputs, check_replicas=True)
     annotated = bool(fd.recording.annotations)
