@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from .argument_checks import check_flags
-from .backends.assignment import requested
+from .backends.assignment import Chosen, assigned, requested
 from .compiler import CompiledProgram
 from .definition.recording import Recording
-from .definition.seeds import Seed
 from .errors import RankError, SourceLine, caller_line
 from .executor.argument_guards import ArgumentGuards, Options
 from .executor.arguments import (
@@ -31,13 +32,18 @@ from .executor.simulated_program import SimulatedProgram
 from .executor.spmd import RankProgram, check_same_arguments, check_world, named_ranks, scalar_lines
 from .host_ir import HostProgram
 from .kernels import in_stride_order
+from .lowering.segments import Segment
 from .mesh import DeviceMesh
 from .ops.values import TensorRef
 from .planner.shape_reuse import nearness
 from .programs import Programs
+from .report.bill import table
 from .runtime.world import World
 from .sharding.data import shard
 from .sharding.value import Sharding
+
+_numbers = itertools.count(1)  # Of definitions without a seed.
+_SHOWN = 6  # How many ops of a segment are named.
 
 
 class Runnable(Protocol):
@@ -261,8 +267,86 @@ class Execution:
             f"max_memory={self.programs.max_memory} (its own, or MESHFUSE_MAX_MEMORY)",
         ]  # fmt: skip
 
-    def segments_of(self, compiled: CompiledProgram) -> list[Segments]:
+    # what was bound
+
+    def host_program(self, compiled: CompiledProgram, rank: int) -> HostProgram:
+        """The program of a rank, with notes of what computes each kernel, and why, once the rank has bound it."""
+        program = compiled.host_program(rank)
+        for segments in self._segments_of(compiled):
+            if segments.rank == program.rank:
+                notes = tuple((name, f"{c.backend}: {c.why}") for name, c in segments.chosen.items())
+                program = replace(program, notes=notes)
+        return program
+
+    def backends(self, compiled: CompiledProgram, line: SourceLine) -> str:
+        """A table of what computes each segment; what would compute it on the CPU where no rank has bound it yet."""
+        bound = self._segments_of(compiled)
+        if bound:
+            return backends_table(compiled, bound[-1].chosen)
+        chosen = assigned(compiled.segmented, requested(None, line), torch.device("cpu")).chosen
+        return backends_table(compiled, {f"segment_{number}": what for number, what in chosen.items()})
+
+    def _segments_of(self, compiled: CompiledProgram) -> list[Segments]:
         """What runs a program's segments: on simulated ranks that compile them, and on this process' rank."""
         simulated = [made.simulation.segments for made in self.simulated.values() if made.compiled is compiled]
         bound = [program for program in self.bound.values() if program.compiled is compiled and program.active]
         return [*itertools.chain(*simulated), *(program.segments for program in bound)]
+
+
+def backends_table(compiled: CompiledProgram, chosen: Mapping[str, Chosen]) -> str:
+    """One row per segment: its name and ops, which backend computes it from which call on, and why."""
+    nodes = compiled.graph.nodes
+    rows = [("segment", "backend", "why", "ops")]
+    for part in compiled.segmented.parts:
+        if isinstance(part, Segment) and part.name in chosen:
+            names = [nodes[c.node].name for c in part.computes]
+            rows.append((part.name, chosen[part.name].backend, chosen[part.name].why, _shortened(names)))
+    return table(rows) if len(rows) > 1 else "no segments: what loops over chunks compute runs in eager torch"
+
+
+def _shortened(names: list[str]) -> str:
+    left = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + left
+
+
+class Seed:
+    """What a definition draws random numbers by: the seed that it is given, or one of its own.
+
+    A definition without a seed draws by the number that it has among those made without one, in the process of its
+    first rank. That process gives no number twice, so that no two definitions with the same first rank draw alike; the
+    rank is part of the seed, for those that share no rank. A rank whose script makes other definitions beside it has
+    other numbers: all go by the first one's.
+    """
+
+    def __init__(self, recording: Recording):
+        self._recording, self.given = recording, recording.seed
+        self._number = next(_numbers) if self.given is None else 0
+        self._is_agreed, self._own = False, None
+
+    def value(self) -> int:
+        """The seed. A definition's own follows from its first rank, and so from its annotations."""
+        if self.given is not None:
+            return self.given
+        if self._own is None:
+            self._own = _own(self._number, min(_ranks(self._recording), default=0))
+        return self._own
+
+    def agree(self, world: World) -> None:
+        """Take the number of the first rank, if the definition draws; all of its ranks do so at their first call."""
+        ranks = _ranks(self._recording) or world.all_ranks
+        draws = self.given is None and any(node.draws for node in self._recording.nodes)
+        if draws and not self._is_agreed and world.rank in ranks and len(ranks) > 1:
+            self._number, self._own = int(world.meetings.told(ranks, "seeds", str(self._number))[0]), None
+        self._is_agreed = True
+
+
+def _own(number: int, first_rank: int) -> int:
+    """A seed of 63 bits: those that users give are hardly ever among them."""
+    digest = hashlib.blake2b(f"{first_rank} {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _ranks(recording: Recording) -> list[int]:
+    """The ranks of a definition's meshes, in order; none where it has no mesh, and is computed on every rank."""
+    meshes = {id(a.mesh): a.mesh for a in recording.annotations.values() if a.mesh is not None}
+    return sorted({rank for mesh in meshes.values() for rank in mesh.ranks})

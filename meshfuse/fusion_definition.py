@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from .argument_checks import as_int, check_flags
-from .backends.assignment import assigned, requested
 from .compiler import CompiledProgram
-from .definition import annotating, calls, inputs
+from .definition import annotating, applying, inputs
 from .definition.attributes import calling_ours, check_attribute
 from .definition.namespaces import Fusion, OpNamespace
 from .definition.recording import OpNode, Recording
@@ -29,7 +27,6 @@ from .ops.opdef import OpDef
 from .planner.halves import write_halves
 from .preparation import prepared
 from .programs import Programs, Shapes
-from .report.backends import backends_table
 from .report.bill import Bill, bill_of
 from .report.explain import explain_all, explain_tensor
 from .report.memory import Memory, modelled_memory
@@ -188,7 +185,7 @@ class FusionDefinition:
 
     def call(self, name: str | OpDef, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
         """Apply an op, by its name or as an OpDef: a TensorView, a tuple of them, or (on scalars alone) a Val."""
-        return calls.call_at(self, caller_line(), name, args, kwargs)
+        return applying.call_at(self, caller_line(), name, args, kwargs)
 
     def size(self, tensor: TensorView, dim: int) -> Val:
         """The size of a dim (counted from the back if negative) as a scalar of the definition.
@@ -420,13 +417,7 @@ class FusionDefinition:
         Its text says what computes each kernel, and why, once the rank has bound the program. Raises DefinitionError
         for a rank that the program does not have.
         """
-        compiled = self.latest(shapes)
-        program = compiled.host_program(rank)
-        for segments in self._execution.segments_of(compiled):
-            if segments.rank == program.rank:
-                notes = tuple((name, f"{c.backend}: {c.why}") for name, c in segments.chosen.items())
-                program = replace(program, notes=notes)
-        return program
+        return self._execution.host_program(self.latest(shapes), rank)
 
     def output_shardings(self, *shapes: Sequence[int]) -> list[Sharding]:
         """The sharding of every output, in the order of the outputs."""
@@ -438,18 +429,13 @@ class FusionDefinition:
         Where no rank has bound the program yet it says what MESHFUSE_BACKEND (else "auto") would choose for
         tensors on the CPU.
         """
-        compiled = self.latest(shapes)
-        bound = self._execution.segments_of(compiled)
-        if bound:
-            return backends_table(compiled, bound[-1].chosen)
-        chosen = assigned(compiled.segmented, requested(None, caller_line()), torch.device("cpu")).chosen
-        return backends_table(compiled, {f"segment_{number}": what for number, what in chosen.items()})
+        return self._execution.backends(self.latest(shapes), caller_line())
 
     # what a subclass for another front end does otherwise: nvfuser_direct.FusionDefinition
 
     def _apply(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], line: SourceLine) -> Any:
         """Apply an op to arguments as a script passes them."""
-        return calls.apply(self, op, args, kwargs, line)
+        return applying.apply(self, op, args, kwargs, line)
 
     def _expression(self, node: OpNode) -> Any:
         """An op as `tensor.definition()` and `tensor.uses()` return it."""

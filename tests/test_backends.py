@@ -17,10 +17,10 @@ from meshfuse import disk_cache
 from meshfuse.backends import Task, Unsupported, assignment, inductor
 from meshfuse.backends.assignment import assigned, requested, saved_seconds
 from meshfuse.backends.inductor import Inductor, own_cache, trace
+from meshfuse.execution import backends_table
 from meshfuse.executor import segments
 from meshfuse.executor.bind import bind_program
 from meshfuse.lowering.segments import Segment
-from meshfuse.report.backends import backends_table
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LINE = mf.DeviceMesh((2,), ("tp",))

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 import meshfuse as mf
 from meshfuse.compiler import CompiledProgram
-from meshfuse.report.page import page
+from meshfuse.report.page import page, repeats
 from meshfuse.report.page_timeline import lanes as timeline_lanes
-from meshfuse.report.repeats import repeats
 
 VOID = {"meta", "input", "br", "link", "img", "hr"}
 

@@ -53,7 +53,7 @@ def test_to_say_where_an_output_is_left_saves_nothing(left: Spec, monkeypatch: p
     for right in SPECS:
         fd, asked = product(left, right), product(left, right)
         (end,) = fd.compile().output_shardings()
-        asked.shard(TensorView(asked, TensorRef(asked.outputs[0])), end)
+        asked.shard(TensorView(asked, TensorRef(asked.recording.outputs[0])), end)
         assert fd.bill().total <= asked.bill().total, (right, end)
 
 

@@ -123,7 +123,7 @@ def test_numbers_of_a_program_whose_weights_are_gathered() -> None:
 def test_weights_are_left_where_they_outgrow_rows(width: int, part: float) -> None:
     """Gathered over dp they would be more than the rows of all groups."""
     once, ours = (Stack(8, 4, 512, width, mesh=TALL, fsdp=True, search=how).fd for how in ("fast", "auto"))
-    assert len(ours.nodes) > MOST
+    assert len(ours.recording.nodes) > MOST
     assert ours.bill().total <= part * once.bill().total
 
 
@@ -140,7 +140,7 @@ def test_what_leaving_weights_would_save_is_told_one_by_one(width: int) -> None:
 def test_weights_are_gathered_where_rows_that_are_split_outgrow_them(rows: Rows) -> None:
     """Rows are then gathered for weights, and sums scattered: as much as if rows were whole and sums reduced."""
     once, ours = (Stack(5, 8, 2048, 1024, rows=rows, search=how).fd for how in ("fast", "auto"))
-    assert len(ours.nodes) > MOST
+    assert len(ours.recording.nodes) > MOST
     assert ours.bill().total <= 0.8 * once.bill().total
 
 
@@ -149,7 +149,7 @@ def test_weights_are_gathered_over_one_axis_of_two_where_the_other_takes_less() 
     both = ("dp", "tp")
     once, ours = (Stack(5, 8, 512, 1024, rows=(both, None, None), weights=(both, None), search=how).fd
                   for how in ("fast", "auto"))  # fmt: skip
-    assert len(ours.nodes) > MOST
+    assert len(ours.recording.nodes) > MOST
     assert ours.bill().total <= 0.75 * once.bill().total
 
 
@@ -247,7 +247,7 @@ def test_layers_whose_storage_is_split_cost_as_much_in_long_programs_as_in_short
 ) -> None:
     monkeypatch.setattr(search, "MOST", LONG)
     one, two, three = (stored_in_parts(layers) for layers in (1, 2, 3))
-    assert len(two.nodes) < LONG < len(three.nodes)
+    assert len(two.recording.nodes) < LONG < len(three.recording.nodes)
     assert three.bill().total <= 1.01 * (2 * two.bill().total - one.bill().total)
 
 
@@ -260,7 +260,7 @@ def test_layers_of_a_language_model_cost_as_much_in_long_programs_as_in_short_on
     monkeypatch.setattr(effort, "NOTED", -1.0)
     monkeypatch.setattr(search, "grids", lambda *_: [])
     one, two, five = (Stack(layers, 8, 512, 1024, vocabulary=32768).fd for layers in (1, 2, 5))
-    assert len(two.nodes) < MOST < len(five.nodes)
+    assert len(two.recording.nodes) < MOST < len(five.recording.nodes)
     assert five.bill().total <= 1.01 * (4 * two.bill().total - 3 * one.bill().total)
 
 

@@ -225,8 +225,8 @@ def test_a_gradient_that_is_an_output_lies_as_its_primal(weight: Any, grad: Any,
     fd = _data_parallel(weight, grad)
     for definition in (fd, rebuilt(fd)):
         assert str(definition.compile().output_shardings()[0]) == wanted
-        known = [str(definition.annotations.get(i)) for i in range(len(definition.tensors))]
-        assert [str(definition.placed(i)) for i in range(len(definition.tensors))] == known
+        known = [str(definition.recording.annotations.get(i)) for i in range(len(definition.recording.tensors))]
+        assert [str(definition.recording.placed(i)) for i in range(len(definition.recording.tensors))] == known
     assert repr(rebuilt(fd)) == repr(fd)
 
 

@@ -12,7 +12,7 @@ from ..ops.binding import signature
 from ..ops.registry import names
 from ..ops.summary import help_text
 from ..ops.values import TensorRef
-from .calls import call_composite, call_with_keywords, find_op, usage
+from .applying import call_composite, call_with_keywords, find_op, usage
 from .recording import Definition
 from .tensor_view import TensorView, Val
 

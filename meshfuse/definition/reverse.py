@@ -18,7 +18,7 @@ from ..ops.opdef import OpDef
 from ..ops.values import ScalarRef, TensorRef
 from ..ops.vjp import Backward, sizes
 from ..ops.window_gradients import WindowGradient, joined_windows
-from .calls import call_at
+from .applying import call_at
 from .recording import Definition, OpNode
 from .tensor_view import TensorView, Val
 

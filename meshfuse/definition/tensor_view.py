@@ -13,9 +13,9 @@ from ..mesh import DeviceMesh, ParallelType
 from ..ops.values import ScalarRef, TensorRef, TensorType
 from .annotating import put_on_mesh, set_allocation
 from .arithmetic import Arithmetic, op_instead
+from .domain_text import Extents, TensorDomain, tensor_text
 from .loop import AxisView, Leaf, LoopDomain
 from .recording import Definition
-from .text import Extents, TensorDomain, tensor_text
 
 _NO_MOVES: Mapping[int, int] = MappingProxyType({})
 

@@ -8,18 +8,26 @@ meshfuse.nvfuser_direct` works as well.
 
 from __future__ import annotations
 
+from ..definition.domain_text import TensorDomain
 from ..definition.loop import AxisView as IterDomain
 from ..definition.tensor_view import TensorView, Val
-from ..definition.text import TensorDomain
 from ..dtypes import DataType
 from ..mesh import ParallelType
 from ..version import __version__
-from . import aliased, benchmark_utils, idm, multidevice, nvf_cutlass, nvfuser_direct_version, pytorch_utils, schedule
+from . import (
+    benchmark_utils,
+    idm,
+    import_finder,
+    multidevice,
+    nvf_cutlass,
+    nvfuser_direct_version,
+    pytorch_utils,
+    schedule,
+)
 from .active import ActiveOps, FusionGuard, define_scalar, define_tensor
 from .cache import LRUCache, LruFusionCache
 from .declared import compute_tensor_descriptor
 from .definition import Fusion, FusionDefinition
-from .dtensors import execute_with_dtensors
 from .enums import CommunicatorBackend, MemoryType, SchedulerType, add_entries
 from .executors import FusionExecutorCache, KernelExecutor
 from .exprs import BroadcastOp, Expr, Merge, ReshapeOp, Split, SqueezeOp, Statement
@@ -46,13 +54,14 @@ from .kernel_params import (
     ReductionParams,
     SupportedVectorization,
 )
+from .multidevice import execute_with_dtensors
 from .nvfuser_direct_version import Version
 from .profiler import FusionProfile, KernelProfile, PythonProfiler, get_fusion_profile, reset_profiler
 from .repro import get_val_tolerances, validate_with_auto_inferred_outputs
 
 dtensor_execute = execute_with_dtensors
 ops = ActiveOps()
-aliased.install()
+import_finder.install()
 add_entries(list(globals().values()))
 
 

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from ..compiler import CompiledProgram
-from ..definition.calls import find_op
+from ..definition.applying import find_op
 from ..definition.namespaces import Fusion as CoreFusion
 from ..definition.recording import Definition
 from ..definition.tensor_view import TensorView, Val

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..definition.calls import call_at
+from ..definition.applying import call_at
 from ..definition.recording import Definition, OpNode
 from ..definition.tensor_view import TensorView
 from ..errors import SourceLine

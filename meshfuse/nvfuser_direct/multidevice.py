@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..mesh import ParallelType
 from ..runtime.world import World
 from ..sharding.layout import Split
 from ..sharding.value import Sharding as CoreSharding
-from .active import definition_of
+from .active import NvfuserDefinition, definition_of
 from .enums import CommunicatorBackend
 
 __all__ = [
@@ -186,3 +186,27 @@ class MultiDeviceExecutor:
 
     def __str__(self) -> str:
         return self.definition._program_text()
+
+
+def execute_with_dtensors(fd: NvfuserDefinition, in_dtensors: Sequence[Any]) -> list[Any]:
+    """Execute on DTensors; returns DTensors on the inputs' mesh, with its dim names.
+
+    Raises ArgumentError where an input's placements are not as annotated.
+    """
+    if not hasattr(type(fd), "fec"):  # meshfuse's own have none
+        raise user_error("execute_with_dtensors", shown(fd), "a FusionDefinition", "Pass one, then its DTensors.",
+                         caller_line())  # fmt: skip
+    outputs = fd.execute(in_dtensors)
+    pairs = zip(outputs, fd.fec.get_output_shardings(), strict=True)
+    return [out if out is None or not sharding.ones else _with_ones(out, sharding) for out, sharding in pairs]
+
+
+def _with_ones(out: Any, sharding: Sharding) -> Any:
+    """The DTensor with the same placement, also written over mesh axes of one rank."""
+    from torch.distributed.tensor import DTensor, Shard  # torch may lack it
+
+    names, ones = sharding.core.mesh.names, sharding.ones
+    placements = [Shard(ones[name]) if name in ones else p for name, p in zip(names, out.placements, strict=True)]
+    return DTensor.from_local(
+        out.to_local(), out.device_mesh, placements, run_check=False, shape=out.shape, stride=out.stride()
+    )
