@@ -152,8 +152,8 @@ def _broken(text: str) -> None:
 
 def warn(text: str) -> None:
     """Warn, once per process, that the cache cannot be used."""
-    if "said" not in _warned:
-        _warned.add("said")
+    if "disk" not in _warned:
+        _warned.add("disk")
         warnings.warn(
             f"meshfuse's cache of plans: {text}. Programs are planned without it; {VARIABLE} names another folder, "
             "or is 'off'.", CacheWarning, stacklevel=2,

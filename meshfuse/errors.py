@@ -110,10 +110,10 @@ class DefinitionError(MeshfuseError, ValueError, RuntimeError):
 class DtypeError(DefinitionError):
     """An op does not take operands of these dtypes. A definition adds where its operands have them from.
 
-    told: whether that has been added.
+    has_origins: whether that has been added.
     """
 
-    told = False
+    has_origins = False
 
 
 class ArgumentError(MeshfuseError, ValueError, RuntimeError):

@@ -71,7 +71,7 @@ class Execution:
         self.bound: dict[Any, RankProgram] = {}
         # Those of `execute` by arguments that were found to fit: such are not checked again.
         self._guards = ArgumentGuards[RankProgram]()
-        # The stride orders of outputs, once they are asked for, and whether any is not row-major.
+        # The stride orders of outputs, from the first run on, and whether any is not row-major.
         self._orders: list[tuple[int, ...] | None] | None = None
         self._ordered = False
 

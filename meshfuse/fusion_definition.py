@@ -98,7 +98,7 @@ class FusionDefinition:
         super().__setattr__(name, value)
 
     def __init_subclass__(cls) -> None:
-        """Have a subclass whose `__init__` does not call this one's be told so where it is instantiated."""
+        """Check that the `__init__` of a subclass calls this one's: an error where it is instantiated says so."""
         super().__init_subclass__()
         if "__init__" in vars(cls):
             setattr(cls, "__init__", calling_ours(cls.__init__))  # noqa: B010  # no type of a method fits

@@ -10,7 +10,7 @@ from .argument_checks import as_int
 from .costs import DEFAULT_FLOPS, DEFAULT_LINK, MACHINES, RATES, Link, Machine, is_rate
 from .errors import shown, user_error
 
-# More is a mistake: told before anything of such a size is made.
+# More is a mistake, and an error before anything of such a size is made.
 _MOST_RANKS, _MOST_AXES = 1 << 20, 64
 
 

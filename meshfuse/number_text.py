@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_LEAST = 1e-3  # Less is told as being less.
+_LEAST = 1e-3  # Smaller numbers are written as "< 0.001".
 _UNITS = ((1.0, "s"), (1e-3, "ms"))
 
 

@@ -1,5 +1,5 @@
 """Defining and annotating programs.
 
-`builder` records inputs, ops and outputs, `annotated` what is said of shardings. `FusionDefinition`, which compiles and
-runs them, is built on these.
+`recording` is what a script has written, as data; the other modules write to it, and `tensor_view` has the values that
+scripts compute with. `FusionDefinition`, which compiles and runs a recording, is made of these.
 """

@@ -50,7 +50,7 @@ def annotate(
 ) -> None:
     """Annotate a tensor with a layout for every dim.
 
-    `implied` says why the tensor lies so where the user has not said it. Raises DefinitionError for an annotation that
+    `implied` is the reason where the user has not annotated the tensor. Raises DefinitionError for an annotation that
     contradicts an earlier one.
     """
     old = recording.own_annotations.get(tensor)

@@ -12,7 +12,7 @@ from ..mesh import STREAM, DeviceMesh
 from ..sharding.layout import MOST_RUNS, Layout, Split, canonical, pieces, resolve, stream_count, text
 from ..sharding.strided import Cut, cut_of, factors_of, layout_of_cuts
 from ..sharding.value import Sharding, conflicting, intersecting
-from .loop import KIND_OF_NAME, WHOLE_AXIS, LoopDomain
+from .loop import TYPE_OF_NAME, WHOLE_AXIS, LoopDomain
 
 # One dim in `mesh_split`: None, an axis, axes from major to minor, or splits of any kind.
 DimSpec = Any
@@ -21,10 +21,10 @@ _MOST_CHUNKS = 1 << 14
 
 @dataclass(eq=False, slots=True)
 class Annotation:
-    """What is said of one tensor: a mesh and a loop domain; nvFuser's calls edit it while the definition is written.
+    """The sharding of one tensor: a mesh and a loop domain; nvFuser's calls edit it while the definition is written.
 
-    `stated`: a mesh_split or a sharding said all of it. A mesh alone leaves the splits to be said later.
-    `implied`: where the user said nothing of the tensor, in words why it lies so all the same.
+    `stated`: it comes from a mesh_split or a sharding. A mesh alone leaves the splits open.
+    `implied`: the reason, in words, where the user has not annotated the tensor.
     """
 
     line: SourceLine
@@ -141,9 +141,9 @@ def _trimmed(layout: Layout) -> Layout:
 
 
 def _mesh_axis(split: Split, mesh: DeviceMesh, line: SourceLine) -> Split:
-    if split.pre == WHOLE_AXIS and split.axis in KIND_OF_NAME:  # bound by `parallelize`, not to an axis of this name
+    if split.pre == WHOLE_AXIS and split.axis in TYPE_OF_NAME:  # bound by `parallelize`, not to an axis of this name
         with located(line):
-            return split._replace(axis=mesh.parallel_axis(KIND_OF_NAME[split.axis]))
+            return split._replace(axis=mesh.parallel_axis(TYPE_OF_NAME[split.axis]))
     return split
 
 

@@ -13,6 +13,7 @@ from ..errors import DefinitionError, DtypeError, MeshfuseError, SourceLine, cal
 from ..kernels.scalars import FUNCTIONS
 from ..ops import COMPOSITES
 from ..ops.binding import Resolve, bind, described, of_kind, signature, wrong_kind
+from ..ops.composite import MAY_BE_NONE, PARAMETER_KINDS
 from ..ops.opdef import OpDef, tensor_refs
 from ..ops.registry import find, names
 from ..ops.torch_names import INSTEAD
@@ -23,14 +24,8 @@ from .dtype_origins import add_origins
 from .recording import Definition, Recording
 from .tensor_view import Sizes, TensorView, Val
 
-# By the annotation of a composite's parameter: its kind, and whether the composite gets arguments as ops do.
-_KINDS = {
-    "int": (ParamKind.INT, True), "int | None": (ParamKind.INT, True), "DimsArgument": (ParamKind.OPTIONAL_DIMS, True),
-    "bool": (ParamKind.BOOL, True), "DataType | None": (ParamKind.DTYPE, True),
-    "float": (ParamKind.SCALAR, False), "float | None": (ParamKind.SCALAR, False),
-    "Sequence[int]": (ParamKind.SHAPE, False),
-    "Tensor": (ParamKind.TENSOR, False), "Tensor | None": (ParamKind.OPTIONAL_TENSOR, False),
-}  # fmt: skip
+# Kinds of parameters that a composite gets in plain form, as ops do.
+_PLAIN = frozenset({ParamKind.INT, ParamKind.OPTIONAL_DIMS, ParamKind.BOOL, ParamKind.DTYPE})
 _NUMBERS = (Val, bool, int, float, complex, DataType)
 
 
@@ -180,15 +175,13 @@ def _composite_call(
 def _check_kinds(name: str, bound: inspect.BoundArguments, call_as: str, resolve: Resolve) -> None:
     """Raises DefinitionError for an argument of another kind than its parameter's; puts the others in plain form."""
     for param, value in bound.arguments.items():
-        declared = bound.signature.parameters[param]
-        kind, plain = _KINDS.get(declared.annotation, (None, False))
-        none = value is None and declared.annotation.endswith("| None")
-        if kind is None or none or value is declared.default:
+        kind, default = PARAMETER_KINDS.get(param), bound.signature.parameters[param].default
+        if kind is None or value is default or (value is None and param in MAY_BE_NONE):
             continue
         found = of_kind(kind, value, resolve)
         if found is REQUIRED:
             raise wrong_kind(name, param, kind, value, call_as)
-        bound.arguments[param] = found if plain else value
+        bound.arguments[param] = found if kind in _PLAIN else value
 
 
 @functools.cache

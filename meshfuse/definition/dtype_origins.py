@@ -10,13 +10,13 @@ from ..errors import DtypeError
 from ..ops.values import ScalarRef, TensorRef
 from .recording import OpNode, Recording
 
-_SHOWN = 6  # Of a longer way so many steps are told.
+_SHOWN = 6  # Steps of a longer way that are shown.
 
 
 def add_origins(recording: Recording, error: DtypeError, operands: Sequence[int]) -> None:
     """Add to an error about the dtypes of these operands, if it does not say so yet, where each has its dtype from."""
-    if operands and not error.told:
-        error.told = True
+    if operands and not error.has_origins:
+        error.has_origins = True
         first = {recording.tensors[i].type.dtype: i for i in reversed(operands)}
         ways = [f"{dtype.name} comes from {_origin(recording, i)}" for dtype, i in reversed(first.items())]
         error.args = (f"{error.args[0]} {'; '.join(ways)}.", *error.args[1:])

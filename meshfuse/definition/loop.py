@@ -18,7 +18,7 @@ KERNEL_TYPES = frozenset(kind for kind in ParallelType if kind.value > ParallelT
 WHOLE_AXIS = 0
 # Until a tensor's mesh is known, nvFuser's parallel types stand for its axes.
 PARALLEL_NAMES = {ParallelType.mesh_x: "DIDx", ParallelType.mesh_y: "DIDy", ParallelType.mesh_z: "DIDz"}
-KIND_OF_NAME = {name: kind for kind, name in PARALLEL_NAMES.items()}
+TYPE_OF_NAME = {name: kind for kind, name in PARALLEL_NAMES.items()}
 
 
 @dataclass(eq=False, slots=True)
@@ -178,8 +178,8 @@ class LoopDomain:
     def dims_in_order(self, leaves: Sequence[Leaf]) -> tuple[int, ...]:
         """The dims of these leaves as memory has them, major to minor; leaves of other domains are left out.
 
-        Where a dim lies is told by its first unbound leaf, which is the rank's own part, but not by one of size 1; by
-        its first leaf if there is no other.
+        The first unbound leaf of a dim, which is the rank's own part, says where the dim lies, unless its size is 1;
+        the first leaf of the dim if there is no other.
         """
         roots = [root for root in self.roots if not root[0].reduction]
         dim_of = {id(leaf): d for d, root in enumerate(roots) for leaf in root}
@@ -233,7 +233,7 @@ class AxisView:
         """Bind the axis to a mesh axis or a stream; `ParallelType.serial` unbinds it.
 
         Raises DefinitionError where it is bound to something else already, and for an axis that has been split or
-        merged, or whose tensor has been annotated anew, since it was asked for: that binds nothing.
+        merged, or whose tensor has been annotated anew, since `axis` returned it: that binds nothing.
         """
         self.tensor.fd.recording.check_open()
         if not self.tensor.has_axis(self.domain, self.leaf):

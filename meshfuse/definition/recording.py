@@ -84,7 +84,7 @@ class Recording:
     scalars: by number.
     history: inputs, scalars and ops in the order in which they were made.
     own_annotations: by tensor, those of calls, also without a mesh; nvFuser's calls edit them in place.
-    overlaps: by tensor, what `fd.overlap` asked for.
+    overlaps: by tensor, the requests of `fd.overlap`.
     primals: by gradient the tensor whose gradient it is.
     constants: tensors that no gradient passes.
     is_open: whether it may still change; False once something was compiled from it.

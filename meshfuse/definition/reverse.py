@@ -112,7 +112,7 @@ def _key(arg: Any) -> Any:
 
 
 class _Sweep:
-    """The gradients on their way back; `_parts[t]` is what the readers of tensor t have asked for so far.
+    """The gradients on their way back; `_parts[t]` is what the readers of tensor t have contributed so far.
 
     A part is marked if it is another tensor's gradient passed on as it is. Marked parts are added last: the others may
     be unreduced sums, which are then added up before they are reduced.
@@ -159,8 +159,8 @@ class _Sweep:
     def run(self) -> None:
         """Pass gradients on through every op between outputs and `wrt`, last op first."""
         for node in reversed(self.nodes):
-            asked = any(i in self._parts for i in node.outputs)
-            if asked and any(i in self.active for i in node.inputs):
+            has_gradient = any(i in self._parts for i in node.outputs)
+            if has_gradient and any(i in self.active for i in node.inputs):
                 self.ops.line = self._line_of(node)
                 self._pass_on(node, tuple(self._total(i) for i in node.outputs))
 

@@ -142,8 +142,7 @@ class Methods:
     def run(self, fd: NvfuserDefinition) -> None:
         """Run the methods that have not run yet.
 
-        Raises DefinitionError where a method asks for what it is to define, or was ended by an error before: what it
-        would have said is missing.
+        Raises DefinitionError where a method needs what it is to define, or was ended by an error before.
         """
         if self._failed or (self._running and not fd.recording.tensors):
             found = f"its method {self._failed or self._running + ', which asks for a result'}"

@@ -14,7 +14,7 @@ from ..errors import ArgumentError, caller_line, shown, user_error
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What a script says of an input.
+    """What a script declares of an input.
 
     contiguity: from the slowest dim to the fastest; None for dims of size 1.
     is_cpu: whether it is a scalar on the host.
@@ -27,7 +27,7 @@ class Declared:
     def of(
         cls, shape: Sequence[int], contiguity: Any = None, is_cpu: bool = False, order: Sequence[int] | None = None
     ) -> Declared:
-        """As a script says it: one flag for all dims or one for each; no dim is contiguous where nothing is said."""
+        """From one flag for all dims or one for each; no dim is contiguous without any."""
         if isinstance(contiguity, (list, tuple)):
             return cls(tuple(contiguity), is_cpu)
         dims = range(len(shape)) if order is None else sorted(range(len(shape)), key=lambda dim: -order[dim])
@@ -35,14 +35,14 @@ class Declared:
 
     @classmethod
     def laid_out(cls, sizes: Sequence[int], strides: Sequence[int], is_cpu: bool = False) -> Declared:
-        """As the strides of an example tensor tell it."""
+        """From the strides of an example tensor."""
         return cls(tuple(compute_tensor_descriptor(list(sizes), list(strides))[0]), is_cpu)
 
 
 def declared(
     made: TensorView, contiguity: Any, is_cpu: bool, *, sizes: Any = None, strides: Any = None, **form: Any
 ) -> Declared:
-    """What a call of define_tensor said of its input; in nvFuser's second form the example's strides say it."""
+    """The options of a call of define_tensor; in nvFuser's second form they follow from the example's strides."""
     if strides is None and are_strides(contiguity):
         strides = contiguity
     if strides is not None:

@@ -13,7 +13,7 @@ from .multidevice import Sharding
 
 
 class EmptyDefinitionError(DefinitionError, NotImplementedError):
-    """A definition without any ops or outputs was asked to run."""
+    """A definition without any ops or outputs was executed."""
 
 
 class ExecutorError(DefinitionError, AssertionError):

@@ -14,10 +14,18 @@ from ..argument_checks import as_int
 from ..dtypes import Category, DataType
 from ..errors import shown, user_error
 from .shape_arithmetic import check_dim, check_order, check_reduced, is_in_range
+from .values import ParamKind
 
 DimsArgument = int | Sequence[int] | None
-# The annotations of parameters say what is checked of a call: definition/checks.py.
 Tensor = Any
+# What a call is checked for: parameters by name, which mean the same in all composites.
+PARAMETER_KINDS: dict[str, ParamKind] = {
+    "dim": ParamKind.INT, "ring": ParamKind.INT, "ignore_index": ParamKind.INT, "dims": ParamKind.OPTIONAL_DIMS,
+    "keepdim": ParamKind.BOOL, "training": ParamKind.BOOL, "dtype": ParamKind.DTYPE,
+    "p": ParamKind.SCALAR, "eps": ParamKind.SCALAR, "normalized_shape": ParamKind.SHAPE,
+    "targets": ParamKind.TENSOR, "weight": ParamKind.OPTIONAL_TENSOR, "bias": ParamKind.OPTIONAL_TENSOR,
+}  # fmt: skip
+MAY_BE_NONE = frozenset({"ignore_index"})  # Beside those whose default is None.
 _MOST_BLOCKS = 1 << 16  # Of a ring: more is a mistake, and takes seconds to number.
 
 

@@ -51,8 +51,8 @@ class Alternative:
 
 def wire_bytes(graph: Graph, tensor: int, move: Move) -> float:
     """The bytes that a move of a tensor puts on the wire: the mean over the ranks that it starts from."""
-    kind = graph.tensors[tensor].type
-    return mean_wire_elements(move, kind.shape) * kind.dtype.itemsize
+    ttype = graph.tensors[tensor].type
+    return mean_wire_elements(move, ttype.shape) * ttype.dtype.itemsize
 
 
 def total(resharded: ReshardedDefinition) -> Total:

@@ -9,7 +9,7 @@ from ..compiler import CompiledProgram
 from ..number_text import duration, micro, number
 from ..resharding import Set
 from .alternatives import Alternative, Alternatives, Total, wire_bytes
-from .causes import Cause, Causes, said_of
+from .causes import Cause, Causes, annotated_where
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class BillEntry:
     source, target: the shardings between which it moves the tensor.
     op: the op that reads the result, "" for outputs and annotations.
     held_by, needed_by: the annotations that source and target follow, with their lines.
-    instead: the runner-up; None where it was not asked for, or no other annotation is possible.
+    instead: the runner-up; None without `alternatives`, or where no other annotation is possible.
     """
 
     collective: str
@@ -147,7 +147,7 @@ def _op(compiled: CompiledProgram, cause: Cause) -> str:
 
 
 def _said(causes: Causes, tensors: tuple[int, ...]) -> tuple[str, ...]:
-    return tuple(f"{causes.graph.tensors[i].label}, {said_of(causes.graph, i)}" for i in tensors)
+    return tuple(f"{causes.graph.tensors[i].label}, {annotated_where(causes.graph, i)}" for i in tensors)
 
 
 def _instead(causes: Causes, other: Alternative) -> Instead:

@@ -107,7 +107,7 @@ class Causes:
         return self.graph.annotation_lines[tensor]
 
 
-def said_of(graph: Graph, tensor: int) -> str:
+def annotated_where(graph: Graph, tensor: int) -> str:
     """Of an annotated tensor in words who annotated it: the user, with the line's text, or what it follows from."""
     return graph.implied.get(tensor) or f"annotated at {quoted(graph.annotation_lines[tensor])}"
 

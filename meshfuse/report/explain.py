@@ -16,7 +16,7 @@ from ..reshard.steps import MoveKind
 from ..resharding import Set
 from .alternatives import wire_bytes
 from .bill import table
-from .causes import Causes, quoted, said_of
+from .causes import Causes, annotated_where, quoted
 from .provenance import Origin, Provenance
 
 _SHOWN = 6  # A longer chain of reasons is shown with so many tensors.
@@ -142,12 +142,12 @@ class Explainer:
         if origin.way is None:
             return f"{what}: no annotation asks for it; it was the cheapest"
         end = origin.way.end
-        said = f", {said_of(self.graph, end)}" if origin.annotated else ", where it was cheapest"
+        reason = f", {annotated_where(self.graph, end)}" if origin.annotated else ", where it was cheapest"
         through = self._through(origin.chain[:-1])
         if origin.backward:
-            return f"{what}: wanted by {self._label(end)}{through}{said}"
+            return f"{what}: wanted by {self._label(end)}{through}{reason}"
         reduced = "a dim summed over is split in" if origin.dim is None else "follows"
-        return f"{what}: {reduced} {self._label(end)}{through}{said}"
+        return f"{what}: {reduced} {self._label(end)}{through}{reason}"
 
     def _through(self, chain: Sequence[int]) -> str:
         if not chain:
@@ -173,8 +173,9 @@ class Explainer:
 
     def _other(self, node: Node, choice: Choice, other: RunnerUp) -> str:
         """What the runner-up follows; where that is what the op follows, too, also in what it differs."""
-        told = self._source(node, other.source)
-        return told if told != self._source(node, choice.source) else f"{told}, {self._unlike(node, choice, other)}"
+        source = self._source(node, other.source)
+        same = source == self._source(node, choice.source)
+        return f"{source}, {self._unlike(node, choice, other)}" if same else source
 
     def _unlike(self, node: Node, choice: Choice, other: RunnerUp) -> str:
         pairs = [
@@ -217,12 +218,12 @@ class Explainer:
     # chunks
 
     def _chunks(self, tensor: int) -> Iterator[str]:
-        """Whether its op works in chunks, and why not where the user asked for that."""
+        """Whether its op works in chunks, and why not where the user wants that."""
         for loop in self._loops:
             if tensor in loop.cuts and any(tensor in self.graph.nodes[c.node].outputs for c in loop.computes):
                 how = ", in a ring" if loop.ring else ""
-                asked = f"asked for at {quoted(loop.stream.line)}"
-                yield f"made in {loop.chunks} chunks of {loop.cuts[tensor]}{how}, {asked}"
+                origin = f"asked for at {quoted(loop.stream.line)}"
+                yield f"made in {loop.chunks} chunks of {loop.cuts[tensor]}{how}, {origin}"
         if tensor in self._overlapped.refused:
             yield f"{self._overlapped.refused[tensor]} (asked for at {quoted(self.graph.streams[tensor].line)})"
 
@@ -234,13 +235,13 @@ class Explainer:
             yield "none: every reader takes it as it is"
         for step in found:
             moved = f"{step.move.src} -> {step.move.dst}"
-            asked = f"asked for by {self._asker(step.why)} at {quoted(step.line)}"
+            origin = f"asked for by {self._asker(step.why)} at {quoted(step.line)}"
             if step.move.kind is MoveKind.SLICE:
-                yield f"each rank takes its part, no bytes: {moved}, {asked}"
+                yield f"each rank takes its part, no bytes: {moved}, {origin}"
             else:
                 count = number(wire_bytes(self.graph, tensor, step.move))
                 took = duration(self.compiled.resharded.seconds(step))
-                yield f"{_collective(step)}, {count} bytes per rank, {took}: {moved}, {asked}"
+                yield f"{_collective(step)}, {count} bytes per rank, {took}: {moved}, {origin}"
                 yield from self._needed(step)
 
     def _moves_of(self) -> dict[int, list[Set]]:
@@ -258,7 +259,7 @@ class Explainer:
         tensor = self.compiled.resharded.values[step.source].tensor
         for other in self.causes.of(step).needed:
             if other != tensor:
-                yield f"  for {self._label(other)}, {said_of(self.graph, other)}"
+                yield f"  for {self._label(other)}, {annotated_where(self.graph, other)}"
 
     def _asker(self, why: str) -> str:
         return re.sub(r"\bt(\d+)\b", lambda found: self._label(int(found.group(1))), why)

@@ -30,7 +30,7 @@ class Way:
 
 
 class Ways:
-    """The ways from all places that are asked for; each place is looked at once.
+    """The ways from all places of interest; each place is looked at once.
 
     `steps` must lead in one direction only, towards inputs or towards outputs, so that no way leads back.
     """

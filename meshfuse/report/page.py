@@ -65,8 +65,8 @@ def _table(place: int, bill: Bill) -> str:
     rows = []
     for i, e in enumerate(bill.entries):
         bar = f'<td class="bar"><i style="width:{100 * e.wire / most:.1f}%"></i></td>'
-        asked = f"{e.why} ({e.op})" if e.op else e.why
-        cells = (e.collective, e.axes, number(e.wire), micro(e.seconds), e.tensor, asked, e.line)
+        reason = f"{e.why} ({e.op})" if e.op else e.why
+        cells = (e.collective, e.axes, number(e.wire), micro(e.seconds), e.tensor, reason, e.line)
         kinds = ("", "", "num", "num", "", "", "")
         text = "".join(f'<td class="{k}">{html.escape(c)}</td>' for k, c in zip(kinds, cells, strict=True))
         rows.append(f'<tr data-collective="{i}">{bar}{text}</tr>')

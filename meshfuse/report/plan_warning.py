@@ -44,8 +44,8 @@ def bound(name: str, given: Any, line: SourceLine | None = None) -> float | None
     except (TypeError, ValueError, OverflowError):
         found = math.nan
     if not found >= 0:
-        told = name if given is not None else variable
-        raise user_error(told, shown(text), "bytes per rank, 0 or more", "64e6 is 64 MB.", line)
+        source = name if given is not None else variable
+        raise user_error(source, shown(text), "bytes per rank, 0 or more", "64e6 is 64 MB.", line)
     return found
 
 

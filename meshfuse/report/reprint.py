@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..definition.annotation import Annotation
-from ..definition.loop import KIND_OF_NAME, Leaf, LoopDomain
+from ..definition.loop import TYPE_OF_NAME, Leaf, LoopDomain
 from ..definition.recording import OpNode, Recording
 from ..dtypes import DataType
 from ..mesh import STREAM, DeviceMesh, ParallelType
@@ -40,8 +40,10 @@ def annotation_lines(recording: Recording, meshes: Mapping[DeviceMesh, str]) -> 
     lines: list[str] = []
     for tensor, annotation in recording.all_annotations.items():
         lines += _annotation(f"t{tensor}", annotation, meshes)
-    for tensor, asked in sorted(recording.overlaps.items()):
-        lines.append(f"fd.overlap(t{tensor}, {asked.chunks}, dim={asked.dim}{', ring=True' if asked.ring else ''})")
+    for tensor, overlap in sorted(recording.overlaps.items()):
+        lines.append(
+            f"fd.overlap(t{tensor}, {overlap.chunks}, dim={overlap.dim}{', ring=True' if overlap.ring else ''})"
+        )
     return lines
 
 
@@ -176,7 +178,7 @@ def _reordered(name: str, domain: LoopDomain) -> Iterator[str]:
 
 def _marks(axis: str, name: str, place: int, leaf: Leaf, written: bool) -> Iterator[str]:
     if leaf.axis is not None and not written:
-        kind = ParallelType.stream if leaf.axis == STREAM else KIND_OF_NAME[leaf.axis]
+        kind = ParallelType.stream if leaf.axis == STREAM else TYPE_OF_NAME[leaf.axis]
         yield f"{axis}.parallelize(mf.{kind!r})"
     if leaf.swizzled:
         yield f"{name}.swizzle1d({place}, mf.ParallelType.stream)"

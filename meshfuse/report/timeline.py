@@ -21,7 +21,7 @@ from ..lowering.instructions import CommunicationCall, Instruction, Launch, Meet
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The times of all ranks, and the `spans` of those ranks for which they were asked."""
+    """The times of all ranks, and the `spans` of those ranks that were requested."""
 
     ranks: tuple[RankTime, ...]
     spans: dict[int, list[Span]]
