@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import meshfuse as mf
-from meshfuse.definition import seeds
+from meshfuse import execution
 from meshfuse.kernels import random
 from meshfuse.kernels.random import RandomStream, fractions, normals, philox, uniform
 from meshfuse.ops import OPS
@@ -143,7 +143,7 @@ def test_definitions_that_share_no_rank_draw_apart(monkeypatch: pytest.MonkeyPat
     """Each is the first one in the processes of its ranks, as stages of a pipeline are."""
     made = []
     for ranks in ([0, 1], [2, 3], [4, 5]):
-        monkeypatch.setattr(seeds, "_numbers", itertools.count(1))
+        monkeypatch.setattr(execution, "_numbers", itertools.count(1))
         made.append(drawing(None, ranks))
     assert len(set(masks(made))) == 3
 
