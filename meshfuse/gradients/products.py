@@ -66,30 +66,12 @@ def _linear_bias(b: Backward) -> Tensor:
     return b.ops.sum(b.grad, dims) if dims else b.grad
 
 
-def _first_dims_last(b: Backward, x: Tensor, dims: int) -> Tensor:
-    return b.ops.permute(x, [*range(dims, x.ndim), *range(dims)])
-
-
-def _contract_a(b: Backward) -> Tensor:
-    """Summed over the other operand's own dims, which the gradient has last."""
-    rows = b["dims"]
-    other, kept = b.conj(b["b"]), b["a"].ndim - rows
-    last = other.ndim - rows
-    return b.ops.contract(_first_dims_last(b, other, rows), _first_dims_last(b, b.grad, kept), last)
-
-
-def _contract_b(b: Backward) -> Tensor:
-    rows, other = b["dims"], b.conj(b["a"])
-    return b.ops.contract(_first_dims_last(b, other, rows), b.grad, other.ndim - rows)
-
-
 def _grouped(b: Backward, first: Tensor, second: Tensor) -> Tensor:
     return b.ops.grouped_mm(first, second, b["offsets"])
 
 
 MATMUL: Vjp = each(a=_left, b=_right)
 LINEAR: Vjp = each(input=_linear_input, weight=_linear_weight, bias=_linear_bias)
-CONTRACT: Vjp = each(a=_contract_a, b=_contract_b)
 GROUPED_MM: Vjp = each(
     mat1=lambda b: _grouped(b, b.grad, transposed(b, b["mat2"])),
     mat2=lambda b: _grouped(b, transposed(b, b["mat1"]), b.grad),

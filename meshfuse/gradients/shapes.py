@@ -132,11 +132,8 @@ SHAPES: dict[str, Vjp] = {
     "permute": each(arg=_permute),
     "stride_order": each(arg=lambda b: b.grad),
 }
-SUM_TO: Vjp = each(arg=lambda b: b.ops.expand(b.grad, sizes(b["arg"])))
-SIZED: Vjp = each(arg=lambda b: b.grad)
 RESHAPE: Vjp = each(arg=_reshape)
 SLICE: Vjp = each(arg=_slice)
 REORDER: Vjp = each(arg=_reorder)
 PAD: Vjp = each(arg=_pad)
 CAT: Vjp = _cat
-TRIU: Vjp = each(arg=lambda b: b.ops.triu(b.grad, b["diagonal"]))

@@ -5,7 +5,6 @@ The kernel of an op stands in the op's family (`ops/`), marked with `@kernel`; h
 """
 
 # ruff: noqa: F401
-from .adjoints import contract, embedding_bwd, select_bwd, take_bwd
 from .attention import (
     attention_merge,
     block_attention,
@@ -16,21 +15,8 @@ from .attention import (
     sdpfa_bwd_q,
     sdpfa_fwd,
 )
-from .blocks import block_merge, block_moments, block_repeat, block_scan, block_topk, block_total, over_blocks
+from .indices import checked, checked_place, grid
 from .indices import global_index as positions
-from .indices import grid, iota
-from .lookup import (
-    checked,
-    checked_place,
-    embedding,
-    index_select,
-    limit_norm,
-    scatter,
-    select,
-    take,
-    take_rows,
-    triu,
-)
 from .pointwise import (
     atan2,
     complex,
@@ -56,6 +42,6 @@ from .pointwise import (
 )
 from .products import grouped_columns, grouped_inner, grouped_rows, needs_nvidia, rows_into, scaled_mm, stacked_linear
 from .random import normal, uniform
-from .reductions import combine, fold, neutral, reduce_max, reduce_min, reduce_prod, scan, tensor_like, topk, welford
+from .reductions import combine, fold, neutral, tensor_like
 from .table import kernel
 from .user_functions import as_told, settled, watched
