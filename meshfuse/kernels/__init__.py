@@ -31,31 +31,9 @@ from .lookup import (
     take_rows,
     triu,
 )
-from .pointwise import (
-    atan2,
-    complex,
-    div,
-    fmod,
-    gcd,
-    imag,
-    in_stride_order,
-    lerp,
-    logical_and,
-    logical_or,
-    logical_right_shift,
-    maximum,
-    minimum,
-    mod,
-    nextafter,
-    pow,
-    real,
-    remainder,
-    shift_left,
-    shift_right,
-    where,
-)
 from .products import grouped_columns, grouped_inner, grouped_rows, needs_nvidia, rows_into, scaled_mm, stacked_linear
 from .random import normal, uniform
 from .reductions import combine, fold, neutral, reduce_max, reduce_min, reduce_prod, scan, tensor_like, topk, welford
+from .strides import in_stride_order
 from .table import kernel
 from .user_functions import as_told, settled, watched

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 
 from . import (
     adjoints,
+    arithmetic,
     attention,
     attention_blocks,
     block_order,
     blocks,
+    casts,
     factories,
+    functions,
     indexing,
+    logic,
     matmul,
-    pointwise,
     products,
     reductions,
     reshape,
@@ -28,7 +31,10 @@ from .composite import COMPOSITES
 from .opdef import OpDef
 
 _FAMILIES = (
-    pointwise,
+    functions,
+    arithmetic,
+    logic,
+    casts,
     reductions,
     statistics,
     scans,
