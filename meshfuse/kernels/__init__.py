@@ -31,7 +31,6 @@ from .lookup import (
     take_rows,
     triu,
 )
-from .products import grouped_columns, grouped_inner, grouped_rows, needs_nvidia, rows_into, scaled_mm, stacked_linear
 from .random import normal, uniform
 from .reductions import combine, fold, neutral, reduce_max, reduce_min, reduce_prod, scan, tensor_like, topk, welford
 from .strides import in_stride_order

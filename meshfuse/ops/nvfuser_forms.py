@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ..dtypes import Category, DataType
 from ..sharding.layout import Runs
 from .blocks import COMBINE
-from .nvfuser_lowering import along, cast, full, global_index, is_whole, local_places, zero_where_not, zeros
+from .nvfuser_lowering import (
+    along,
+    cast,
+    full,
+    global_index,
+    is_whole,
+    local_places,
+    of_category,
+    zero_where_not,
+    zeros,
+)
 from .opdef import NvfuserEmit, ToTorch
 from .promotion import widen
 from .shape_arithmetic import dim_of, one_dim_widths
@@ -16,7 +25,6 @@ from .values import TensorRef
 
 # Ours are a function of the seed and the global index, the same on every mesh (see `kernels.random`).
 RANDOM = "nvFuser's random numbers depend on how the tensor is cut and scheduled"
-_CATEGORY: tuple[Callable[[Any], Any], ...] = (bool, int, float, complex)
 
 
 def check_real(n: NvfuserEmit) -> None:
@@ -48,7 +56,7 @@ def scan(n: NvfuserEmit) -> Any:
     wide = DataType.Int if dtype is DataType.Bool else widen(dtype)
     found = getattr(ops, name)(cast(n, n.operands[0], dtype, wide), dim_of(n.call))
     if init is not None:
-        found = getattr(ops, COMBINE[name])(found, _of_category(n, "init", wide))
+        found = getattr(ops, COMBINE[name])(found, of_category(n, "init", wide))
     return ops.cast(found, n.dtype(dtype))
 
 
@@ -58,53 +66,6 @@ def sum_after(n: NvfuserEmit) -> Any:
     x = cast(n, n.operands[0], dtype, DataType.Int if dtype is DataType.Bool else widen(dtype))
     found = ops.sub(ops.add(ops.sum(x, [dim], True), x), ops.cumsum(x, dim))
     return ops.cast(found, n.dtype(n.call.results[0].dtype))
-
-
-def _of_category(n: NvfuserEmit, name: str, dtype: DataType) -> Any:
-    """A scalar argument as a Val of the category (bool, integer, floating point, complex) of a type."""
-    value = n.number(name)
-    if isinstance(value, (bool, int, float, complex)):
-        return n.val(_CATEGORY[dtype.category](value))
-    kinds = (DataType.Bool, DataType.Int, DataType.Double, DataType.ComplexDouble)
-    return n.ops.cast(value, n.dtype(kinds[dtype.category]))
-
-
-def linear(n: NvfuserEmit) -> Any:
-    """The bias is added once, by one of the ranks that hold terms of the result; a 1-D weight is a matmul."""
-    bias = n.operand("bias") if n.leads() else None
-    if n.call.types[1].ndim > 1:
-        return n.plain(bias=bias)
-    out = n.ops.matmul(n.operands[0], n.operands[1])
-    dtype = n.call.results[0].dtype
-    return out if bias is None else n.ops.cast(n.ops.add(out, bias), n.dtype(dtype))
-
-
-def grouped_mm(n: NvfuserEmit) -> Any:
-    """With offsets counted within the rank's own rows (columns, inner indices); the rank must hold every group."""
-    a, b, offsets = n.call.types
-    operand, dim = {(2, 3): (0, 0), (3, 2): (1, 1), (2, 2): (0, 1)}[a.ndim, b.ndim]
-    runs = n.operand_runs(operand)[dim]
-    stacked = [place for place, t in ((0, a), (1, b)) if t.ndim == 3]
-    if len(runs) != 1 or any(not is_whole(n, place, 0) for place in stacked):
-        raise ToTorch("the rank has some of the groups, or rows in pieces")
-    if n.result_shapes[0] and n.call.results[0].ndim == 3 and n.result_shapes[0][0] != offsets.shape[0]:
-        raise ToTorch("the rank has some of the groups")
-    if is_whole(n, operand, dim):
-        return n.plain()
-    start, stop = runs[0]
-    inside = n.ops.clamp(n.ops.sub(n.operands[2], start), n.val(0), n.val(stop - start))
-    return n.plain(offsets=n.ops.cast(inside, n.dtype(offsets.dtype)))
-
-
-def scaled_grouped_mm(n: NvfuserEmit) -> Any:
-    """By an overload of nvFuser's grouped_mm."""
-    call, names = n.call, ("mat1", "mat2", "offsets", "scale1", "scale2")
-    options = {name: n.operand(name) for name in ("alpha", "bias", "beta") if n.operand(name) is not None}
-    return n.ops.grouped_mm(
-        *(n.operand(name) for name in names), **options, dtype=n.dtype(call["dtype"]),
-        output_block_scale_size=call["output_block_scale_size"],
-        output_block_scale_dtype=n.dtype(call["output_block_scale_dtype"]), output_gamma=call["output_gamma"],
-    )  # fmt: skip
 
 
 def _check_attention(n: NvfuserEmit) -> None:
@@ -278,7 +239,7 @@ def scatter(n: NvfuserEmit) -> Any:
 def _scattered(n: NvfuserEmit, dtype: DataType) -> Any:
     if isinstance(n.call["src"], TensorRef):
         return cast(n, n.operands[2], n.call.types[2].dtype, dtype)
-    return _of_category(n, "src", dtype)
+    return of_category(n, "src", dtype)
 
 
 def argsort(n: NvfuserEmit) -> Any:
@@ -292,28 +253,3 @@ def topk(n: NvfuserEmit) -> Any:
     order = n.ops.argsort(x, dim, n.call["largest"], True)
     order = n.ops.slice(order, [0] * len(shape), list(shape))
     return n.ops.take_along_axis(x, order, dim), order
-
-
-def squeeze(n: NvfuserEmit) -> Any:
-    """Dims that hold repeated elements (squeeze_expanded) are read at index 0."""
-    tensor, shape = n.operands[0], n.operand_shapes[0]
-    dims = sorted({d % len(shape) for d in _listed(n.call["dims"], len(shape))})
-    ones = [d for d in dims if shape[d] == 1]
-    for d in reversed([d for d in dims if shape[d] != 1]):
-        tensor, ones = n.ops.select(tensor, n.val(0), d), [one - (one > d) for one in ones]
-    return n.ops.squeeze(tensor, ones) if ones else tensor
-
-
-def pad(n: NvfuserEmit, widths: list[int]) -> Any:
-    """With the value in the operand's category. nvFuser pads Bool with False only; for True the opposite is padded."""
-    dtype, value, ops = n.call.types[0].dtype, n.number("value"), n.ops
-    if value is None:
-        return n.plain(pad_widths=widths)
-    if dtype is not DataType.Bool:
-        return n.plain(pad_widths=widths, value=_of_category(n, "value", dtype))
-    if not isinstance(value, (bool, int, float)):
-        raise ToTorch("nvFuser pads Bool with constants only")
-    if not value:
-        return n.plain(pad_widths=widths, value=None)
-    opposite = ops.pad(ops.logical_not(n.operands[0]), widths)
-    return ops.logical_not(opposite)

@@ -16,6 +16,7 @@ from .opdef import NvfuserEmit, ToTorch
 _MOST_RUNS = 8  # Each takes ops of its own in nvFuser's definition.
 # By category: Bool, integers, floating point, complex.
 ZERO: tuple[bool | int | float | complex, ...] = (False, 0, 0.0, 0j)
+_CATEGORY: tuple[Callable[[Any], Any], ...] = (bool, int, float, complex)
 
 
 def with_local_shape(name: str) -> Callable[[NvfuserEmit], Any]:
@@ -31,6 +32,15 @@ def is_whole(n: NvfuserEmit, operand: int, dim: int) -> bool:
 def cast(n: NvfuserEmit, tensor: Any, found: DataType, wanted: DataType) -> Any:
     """The tensor in another type; itself where it has that type."""
     return tensor if found is wanted else n.ops.cast(tensor, n.dtype(wanted))
+
+
+def of_category(n: NvfuserEmit, name: str, dtype: DataType) -> Any:
+    """A scalar argument as a Val of the category (bool, integer, floating point, complex) of a type."""
+    value = n.number(name)
+    if isinstance(value, (bool, int, float, complex)):
+        return n.val(_CATEGORY[dtype.category](value))
+    kinds = (DataType.Bool, DataType.Int, DataType.Double, DataType.ComplexDouble)
+    return n.ops.cast(value, n.dtype(kinds[dtype.category]))
 
 
 def _few(runs: Runs) -> Runs:

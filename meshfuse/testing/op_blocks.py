@@ -12,8 +12,8 @@ from ..ops import OPS
 from ..ops.binding import make_call
 from ..ops.opdef import OpDef, Sample
 from ..ops.pointwise import pointwise_rule
-from ..ops.products import is_nvidia_only
 from ..ops.registry import find
+from ..ops.scaled_products import is_nvidia_only
 from ..ops.values import ParamKind, TensorType
 from .examples import Example
 from .writer import KINDS, Block, DefinitionWriter, Var, joint
