@@ -11,8 +11,7 @@ from typing import Any
 
 from ..dtypes import DataType
 from ..errors import user_error
-from ..ops.vjp import Backward, Tensor, Vjp, sizes, sum_to
-from .products import transposed
+from ..ops.vjp import Backward, Tensor, Vjp, sizes, sum_to, transposed
 
 
 def _attention(b: Backward) -> dict[str, Any]:

@@ -17,31 +17,8 @@ from .attention import (
 )
 from .indices import checked, checked_place, grid
 from .indices import global_index as positions
-from .pointwise import (
-    atan2,
-    complex,
-    div,
-    fmod,
-    gcd,
-    imag,
-    in_stride_order,
-    lerp,
-    logical_and,
-    logical_or,
-    logical_right_shift,
-    maximum,
-    minimum,
-    mod,
-    nextafter,
-    pow,
-    real,
-    remainder,
-    shift_left,
-    shift_right,
-    where,
-)
-from .products import grouped_columns, grouped_inner, grouped_rows, needs_nvidia, rows_into, scaled_mm, stacked_linear
 from .random import normal, uniform
 from .reductions import combine, fold, neutral, tensor_like
+from .strides import in_stride_order
 from .table import kernel
 from .user_functions import as_told, settled, watched

@@ -6,19 +6,24 @@ from collections.abc import Sequence
 
 from . import (
     adjoints,
+    arithmetic,
     attention,
     attention_blocks,
     block_order,
     blocks,
+    casts,
     embedding,
     factories,
+    functions,
+    grouped_products,
     indexing,
+    joins,
+    logic,
     matmul,
-    pointwise,
-    products,
     reductions,
     reshape,
     ring,
+    scaled_products,
     scans,
     scatter,
     shape,
@@ -30,7 +35,10 @@ from .composite import COMPOSITES
 from .opdef import OpDef
 
 _FAMILIES = (
-    pointwise,
+    functions,
+    arithmetic,
+    logic,
+    casts,
     reductions,
     statistics,
     scans,
@@ -39,6 +47,7 @@ _FAMILIES = (
     reshape,
     shape,
     windows,
+    joins,
     block_order,
     indexing,
     embedding,
@@ -48,7 +57,8 @@ _FAMILIES = (
     attention,
     attention_blocks,
     ring,
-    products,
+    grouped_products,
+    scaled_products,
     adjoints,
 )
 _INNER = (blocks, attention_blocks, adjoints)  # what distributed forms and gradients are written in

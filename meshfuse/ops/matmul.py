@@ -1,19 +1,28 @@
-"""Matrix products: matmul and linear."""
+"""Matrix products: matmul and linear.
+
+A weight's gradient is one `contract` over all batch dims, however they are sharded: each rank computes its terms, and
+one reduction follows.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from ..dtypes import DataType
-from ..gradients.products import LINEAR, MATMUL
-from . import nvfuser_forms
-from .opdef import Call, Emit, OpDef, Partial, Sample, Writing, cast_to
+from ..kernels.table import kernel
+from .opdef import Call, Emit, NvfuserEmit, OpDef, Partial, Sample, Writing, cast_to
 from .rules import DimFactors, Rule, RuleBuilder
 from .shape_arithmetic import aligned_dims, broadcast_shapes, check_dtypes, check_ndim, check_same_size
 from .values import Param, ParamKind, TensorRef, TensorType
+from .vjp import Backward, Tensor, each, sum_to, transposed
 
 K = ParamKind
+
+# matmul -----------------------------------------------------------------------------------------------------------
 
 
 def _matmul_infer(call: Call) -> tuple[TensorType, ...]:
@@ -68,6 +77,62 @@ def _product_into(e: Emit, second: str, target: str) -> str:
     many = e.call.types[0].ndim > 2 and e.call.types[1].ndim == 2
     function, end = ("K.rows_into", target) if many else ("torch.matmul", f"out={target}")
     return f"{function}({e.operands[0]}, {second}, {end})"
+
+
+@kernel
+def rows_into(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
+    """Write [b*, k] times [k, n] into `out` [b*, n], whose rows may lie unevenly in memory, as those of a part do."""
+    rows = x.flatten(0, -2)
+    try:
+        into = out.view(rows.shape[0], out.shape[-1])
+    except RuntimeError:  # its strides are not those of one matrix
+        out.copy_(torch.mm(rows, matrix).view(out.shape))
+    else:
+        torch.mm(rows, matrix, out=into)
+
+
+def _matmul_a_bwd(b: Backward) -> Tensor:
+    left, right = b["a"], b.conj(b["b"])
+    if right.ndim == 1:
+        return b.ops.mul(_with_dim(b, b.grad, -1), right)
+    if right.ndim == 2:
+        return b.ops.linear(b.grad, right)
+    if left.ndim > 2:
+        return sum_to(b, b.ops.matmul(b.grad, transposed(b, right)), left)
+    grad = b.grad if left.ndim == 1 else transposed(b, b.grad)
+    return b.ops.contract(grad, transposed(b, right), right.ndim - 1)
+
+
+def _matmul_b_bwd(b: Backward) -> Tensor:
+    left, right = b.conj(b["a"]), b["b"]
+    if right.ndim < 3:
+        return b.ops.contract(left, b.grad, left.ndim - 1)
+    if left.ndim == 1:
+        return b.ops.mul(_with_dim(b, left, -1), _with_dim(b, b.grad, -2))
+    return sum_to(b, b.ops.matmul(transposed(b, left), b.grad), right)
+
+
+def _with_dim(b: Backward, x: Tensor, dim: int) -> Tensor:
+    """The tensor with a new dim of size 1 at `dim`, counted from the back."""
+    ndim = x.ndim + 1
+    return b.ops.broadcast(x, [d == ndim + dim for d in range(ndim)])
+
+
+def _types(*shapes: tuple[int, ...]) -> tuple[TensorType, ...]:
+    return tuple(TensorType(shape, DataType.Float) for shape in shapes)
+
+
+def _matmul_samples() -> list[Sample]:
+    return [
+        Sample(_types((6, 4), (4, 8))),
+        Sample(_types((2, 6, 4), (2, 4, 8))),
+        Sample(_types((3, 2, 6, 4), (1, 4, 8))),
+        Sample(_types((4,), (4, 8))),
+        Sample(_types((6, 4), (4,))),
+    ]
+
+
+# linear -----------------------------------------------------------------------------------------------------------
 
 
 def _linear_infer(call: Call) -> tuple[TensorType, ...]:
@@ -126,18 +191,50 @@ def _linear_into(e: Emit, target: str) -> str | None:
     return _product_into(e, f"{w}.t()", target)
 
 
-def _types(*shapes: tuple[int, ...]) -> tuple[TensorType, ...]:
-    return tuple(TensorType(shape, DataType.Float) for shape in shapes)
+@kernel
+def stacked_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[b*, k] times [d, n, k], plus [d, n], to [d, b*, n]; the bias is added before 16-bit floats are rounded."""
+    rows, matrices = x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1]), weight.transpose(-1, -2)
+    if bias is None:
+        out = torch.matmul(rows, matrices)
+    else:
+        out = torch.baddbmm(bias.unsqueeze(1), rows.expand(weight.shape[0], -1, -1), matrices)
+    return out.reshape(weight.shape[0], *x.shape[:-1], weight.shape[1])
 
 
-def _matmul_samples() -> list[Sample]:
-    return [
-        Sample(_types((6, 4), (4, 8))),
-        Sample(_types((2, 6, 4), (2, 4, 8))),
-        Sample(_types((3, 2, 6, 4), (1, 4, 8))),
-        Sample(_types((4,), (4, 8))),
-        Sample(_types((6, 4), (4,))),
-    ]
+def _linear_nvfuser(n: NvfuserEmit) -> Any:
+    """The bias is added once, by one of the ranks that hold terms of the result; a 1-D weight is a matmul."""
+    bias = n.operand("bias") if n.leads() else None
+    if n.call.types[1].ndim > 1:
+        return n.plain(bias=bias)
+    out = n.ops.matmul(n.operands[0], n.operands[1])
+    dtype = n.call.results[0].dtype
+    return out if bias is None else n.ops.cast(n.ops.add(out, bias), n.dtype(dtype))
+
+
+def _linear_input_bwd(b: Backward) -> Tensor:
+    weight = b.conj(b["weight"])
+    if weight.ndim == 1:
+        return b.ops.mul(_with_dim(b, b.grad, -1), weight)
+    if weight.ndim == 2:
+        return b.ops.matmul(b.grad, weight)
+    last = b.grad.ndim - 1
+    return b.ops.contract(b.ops.permute(b.grad, [0, last, *range(1, last)]), weight, 2)
+
+
+def _linear_weight_bwd(b: Backward) -> Tensor:
+    x, grad = b.conj(b["input"]), b.grad
+    rows = x.ndim - 1
+    if b["weight"].ndim > 2:
+        grad = b.ops.permute(grad, [*range(1, rows + 1), 0, rows + 1])
+    return b.ops.contract(grad, x, rows)
+
+
+def _linear_bias_bwd(b: Backward) -> Tensor:
+    """`grad` summed over the input's dims; the dim of a stack of weights comes before these."""
+    first = b["weight"].ndim - 2 if b["weight"].ndim > 2 else 0
+    dims = list(range(first, first + b["input"].ndim - 1))
+    return b.ops.sum(b.grad, dims) if dims else b.grad
 
 
 def _linear_samples() -> list[Sample]:
@@ -163,7 +260,7 @@ OPS = (
         Partial.EACH,
         _matmul_flops,
         _matmul_samples,
-        vjp=MATMUL,
+        vjp=each(a=_matmul_a_bwd, b=_matmul_b_bwd),
         into=_matmul_into,
         accumulates_wide=True,
         pieced=True,
@@ -182,8 +279,8 @@ OPS = (
         Partial.EACH,
         _linear_flops,
         _linear_samples,
-        nvfuser=nvfuser_forms.linear,
-        vjp=LINEAR,
+        nvfuser=_linear_nvfuser,
+        vjp=each(input=_linear_input_bwd, weight=_linear_weight_bwd, bias=_linear_bias_bwd),
         apart=_linear_apart,
         into=_linear_into,
         accumulates_wide=True,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..dtypes import Category, DataType, promote, scalar_dtype
-from ..errors import DtypeError, user_error
 from .opdef import Call, OpDef
 from .values import ParamKind, ScalarRef, TensorRef
 
@@ -44,15 +43,6 @@ def predicate(_: Sequence[DataType]) -> DataType:
 def complex_dtype(dtypes: Sequence[DataType]) -> DataType:
     """The complex type of two real parts."""
     return DataType.ComplexDouble if promoted(dtypes) is DataType.Double else DataType.ComplexFloat
-
-
-def single_or_double(dtypes: Sequence[DataType]) -> DataType:
-    """The promoted type, Float or Double. Raises DefinitionError for others, for which torch has no next number."""
-    dtype = promoted(dtypes)
-    if dtype not in (DataType.Float, DataType.Double):
-        raise user_error("nextafter: operand type", dtype.name, "Float or Double", "Cast the operands.",
-                         cls=DtypeError)  # fmt: skip
-    return dtype
 
 
 def operand_dtypes(call: Call) -> list[DataType]:

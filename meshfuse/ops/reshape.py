@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from ..dtypes import DataType
 from ..errors import user_error
-from ..gradients.shapes import RESHAPE
 from .nvfuser_lowering import with_local_shape
 from .opdef import Call, Emit, OpDef, Partial, Sample
 from .rules import Rule, RuleBuilder
 from .shape_arithmetic import UNKNOWN, known_size
 from .values import Param, ParamKind, ScalarRef, TensorType
+from .vjp import each, sizes
 
 K = ParamKind
 
@@ -152,6 +152,7 @@ def _samples() -> list[Sample]:
 
 OPS = (
     OpDef("reshape", (Param("arg", K.TENSOR), Param("new_shape", K.SHAPE)), _infer, reshape_rule, reshape_emit,
-          Partial.MOVE, samples=_samples, nvfuser=with_local_shape("new_shape"), vjp=RESHAPE, pieced=True, is_view=True,
+          Partial.MOVE, samples=_samples, nvfuser=with_local_shape("new_shape"),
+          vjp=each(arg=lambda b: b.ops.reshape(b.grad, sizes(b["arg"]))), pieced=True, is_view=True,
           about="the same elements in row-major order under another shape; a -1 is worked out"),
 )  # fmt: skip

@@ -169,3 +169,8 @@ def kept(b: Backward, reduced: Tensor, like: Tensor, dims: Sequence[int], keepdi
     if keepdim or not dims:
         return reduced
     return b.ops.broadcast(reduced, [d in dims for d in range(like.ndim)])
+
+
+def transposed(b: Backward, x: Tensor) -> Tensor:
+    """The tensor with its last two dims swapped."""
+    return b.ops.permute(x, [*range(x.ndim - 2), x.ndim - 1, x.ndim - 2])

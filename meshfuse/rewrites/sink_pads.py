@@ -24,12 +24,13 @@ from .. import kernels
 from ..dtypes import is_negative_zero
 from ..graph import CallTable, Graph, Node, users
 from ..mesh import DeviceMesh
+from ..ops.joins import pad_widths
 from ..ops.local import LocalCall
 from ..ops.opdef import Call, Partial
 from ..ops.rules import FactorKind
 from ..ops.shape_arithmetic import one_dim_widths
 from ..ops.values import ParamKind, ScalarRef, TensorRef
-from ..ops.windows import pad_widths, slice_bounds
+from ..ops.windows import slice_bounds
 from ..sharding.value import Sharding
 from ..traversal import inner_first
 from .graph_writer import GraphWriter, without_unread

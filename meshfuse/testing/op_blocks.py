@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from ..definition.tensor_view import TensorView
 from ..dtypes import Category, DataType
-from ..ops import OPS, pointwise
+from ..ops import OPS
 from ..ops.binding import make_call
 from ..ops.opdef import OpDef, Sample
-from ..ops.products import is_nvidia_only
+from ..ops.pointwise import pointwise_rule
 from ..ops.registry import find
+from ..ops.scaled_products import is_nvidia_only
 from ..ops.values import ParamKind, TensorType
 from .examples import Example
 from .writer import KINDS, Block, DefinitionWriter, Var, joint
@@ -24,10 +25,9 @@ _JUMPING = (
     "mod nextafter logical_and logical_or eq ne lt le gt ge atan2 threshold div bitwise_not"
 )
 _JUMPS = frozenset(_JUMPING.split())
-# Of the other ops with numbers in a tensor's place none broadcasts its operands.
 _POINTWISE = tuple(
-    op.name for op in pointwise.OPS
-    if op.name in RUNNABLE and op.params and op.params[0].kind is ParamKind.TENSOR_OR_SCALAR
+    name for name, op in OPS.items()
+    if op.rule is pointwise_rule and op.params[0].kind is ParamKind.TENSOR_OR_SCALAR
 )  # fmt: skip
 
 

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...ops.nvfuser_pointwise import arithmetic
 from ...ops.opdef import Call
-from ...ops.pointwise import pointwise_rule
+from ...ops.pointwise import nvfuser_arithmetic, pointwise_rule
 
 Shape = tuple[int, ...]
 
@@ -34,7 +33,7 @@ def repeats(call: Call) -> bool:
 
 def reads_narrow(call: Call) -> bool:
     """Whether an op broadcasts its operands itself, each to the shape of the result."""
-    return call.op.rule is pointwise_rule and call.op.nvfuser in (None, arithmetic)
+    return call.op.rule is pointwise_rule and call.op.nvfuser in (None, nvfuser_arithmetic)
 
 
 def repeated(ops: Any, call: Call, operand: Narrow, result: Shape) -> Narrow:

@@ -1,94 +1,22 @@
-"""Grouped and block-scaled matrix products, and nvFuser's nvfp4 ops."""
+"""Block-scaled matrix products, and nvFuser's nvfp4 ops."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
+
+import torch
 
 from ..dtypes import DataType
-from ..errors import DtypeError, user_error
-from ..gradients.products import GROUPED_MM
-from . import nvfuser_forms
-from .opdef import Call, Emit, NvfuserEmit, OpDef, Partial, Sample
+from ..errors import DtypeError, KernelError, user_error
+from ..kernels.table import kernel
+from .opdef import Call, Emit, NvfuserEmit, OpDef, Sample
 from .promotion import dtype_text
 from .rules import DimFactors, Rule, RuleBuilder
-from .shape_arithmetic import UNKNOWN, broadcasts_to, check_dtypes, check_ndim, check_positive, check_same_size
+from .shape_arithmetic import UNKNOWN, broadcasts_to, check_ndim, check_positive, check_same_size
 from .values import Param, ParamKind, TensorType
 
 K = ParamKind
-
-# The indices that grouped_mm may group: the rows of a 2-D @ 3-D, the columns of a 3-D @ 2-D, inner ones of 2-D @ 2-D.
-_Grouped = Literal["rows", "columns", "inner"]
-_GROUPED: dict[tuple[int, ...], _Grouped] = {(2, 3): "rows", (3, 2): "columns", (2, 2): "inner"}
-
-
-def _kind(call: Call) -> _Grouped:
-    """Which indices are grouped: "rows", "columns" or "inner"."""
-    dims = tuple(t.ndim for t in call.types[:2])
-    if dims not in _GROUPED:
-        raise user_error(
-            "grouped_mm: operands",
-            f"{call.types[0]} and {call.types[1]}",
-            "2-D and 3-D, 3-D and 2-D, or two 2-D",
-            "Use matmul for a product without groups.",
-        )
-    return _GROUPED[dims]
-
-
-def _grouped_infer(call: Call) -> tuple[TensorType, ...]:
-    kind, (a, b, offsets) = _kind(call), call.types
-    check_ndim("grouped_mm", "the offsets", offsets, 1, 1)
-    check_same_size("grouped_mm", "the contracted dims", a.shape[-1], b.shape[-2])
-    check_dtypes(Call(call.op, call.args, (a, b)))
-    groups = {"rows": b.shape[0], "columns": a.shape[0], "inner": offsets.shape[0]}[kind]
-    check_same_size("grouped_mm", "the numbers of groups", groups, offsets.shape[0])
-    shape = (a.shape[-2], b.shape[-1])
-    return (TensorType((offsets.shape[0], *shape) if kind == "inner" else shape, a.dtype),)
-
-
-def _grouped_rule(call: Call) -> Rule:
-    """m k, g k n -> m n, summed over k and g: a rank multiplies the rows of the groups that it holds."""
-    kind, (a, b, offsets), builder = _kind(call), call.types, RuleBuilder()
-    rows, columns = builder.factor(a.shape[-2]), builder.factor(b.shape[-1])
-    inner = builder.reduction(a.shape[-1])
-    ends = (builder.blocked(offsets.shape[0]),)
-    group = builder.factor(offsets.shape[0]) if kind == "inner" else builder.reduction(offsets.shape[0])
-    left = (group, rows, inner) if kind == "columns" else (rows, inner)
-    right = (group, inner, columns) if kind == "rows" else (inner, columns)
-    return builder.build([left, right, ends], [(group, rows, columns) if kind == "inner" else (rows, columns)])
-
-
-def _grouped_emit(e: Emit) -> str:
-    kind = _kind(e.call)
-    index = {"rows": (0, 0), "columns": (1, 1), "inner": (0, 1)}[kind]
-    along = e.operand_runs(index[0])[index[1]]
-    groups = e.result_runs(0)[0] if kind == "inner" else e.operand_runs(1 if kind == "rows" else 0)[0]
-    return f"K.grouped_{kind}({', '.join(e.operands)}, {along}, {groups})"
-
-
-def _grouped_flops(call: Call) -> float:
-    """Operations: every row, column or inner index takes part in the product of one group."""
-    a, b = call.types[:2]
-    return 2.0 * a.shape[-2] * a.shape[-1] * b.shape[-1]
-
-
-def _grouped_samples() -> list[Sample]:
-    def sample(a: tuple[int, ...], b: tuple[int, ...], ends: Sequence[int]) -> Sample:
-        types = (
-            TensorType(a, DataType.Float),
-            TensorType(b, DataType.Float),
-            TensorType((len(ends),), DataType.Int32),
-        )
-        return Sample(types, values={2: ends})
-
-    return [
-        sample((8, 6), (3, 6, 4), (2, 2, 8)),
-        sample((3, 8, 6), (6, 5), (1, 4, 5)),
-        sample((4, 8), (8, 6), (3, 5, 8)),
-    ]
-
-
-# Block-scaled products
 
 _SCALED = (
     *(Param(name, K.TENSOR) for name in ("mat1", "mat2", "scale1", "scale2")),
@@ -196,6 +124,36 @@ def _scaled_emit(e: Emit) -> str:
     return f"K.scaled_mm({', '.join(names)}, {dtype_text(e.call['dtype'])})"
 
 
+@kernel
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    alpha: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """alpha * (a * scale_a) @ (b * scale_b) + beta * bias, computed in float32."""
+    out = torch.matmul(a.float() * _spread(scale_a, a), b.float() * _spread(scale_b, b))
+    out = out if alpha is None else out * alpha
+    if bias is not None:
+        out = out + (bias if beta is None else bias * beta)
+    return out.to(dtype)
+
+
+def _spread(scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """One factor per element, from a scale per tensor, row, column or block."""
+    scale = scale.float()
+    if scale.ndim != like.ndim:
+        return scale
+    for d, n in enumerate(like.shape):
+        if scale.shape[d] not in (1, n):
+            scale = scale.repeat_interleave(-(-n // scale.shape[d]), d).narrow(d, 0, n)
+    return scale
+
+
 def _scaled_samples() -> list[Sample]:
     def t(*shape: int) -> TensorType:
         return TensorType(shape, DataType.Float)
@@ -228,11 +186,32 @@ def _missing_emit(e: Emit) -> str:
     return f"K.needs_nvidia({e.call.op.name!r})"
 
 
+@kernel
+def needs_nvidia(op: str) -> torch.Tensor:
+    """Raises: the op works on packed 4-bit numbers and swizzled scales that only NVIDIA's kernels define."""
+    raise user_error(
+        f"{op} cannot run here: it needs nvFuser and a GPU with nvfp4 (compute capability 10.0 or later)", "", "",
+        "Run the definition with the nvFuser backend on such a GPU, or use matmul or grouped_mm in bfloat16.",
+        cls=KernelError,
+    )  # fmt: skip
+
+
 def _scaled_grouped_infer(call: Call) -> tuple[TensorType, ...]:
     a, b = call.types[:2]
     check_ndim(call.op.name, "the first operand", a, 2, 3)
     check_ndim(call.op.name, "the second operand", b, 2, 3)
     return _scaled_results(call, (a.shape[0], b.shape[-1]))
+
+
+def _scaled_grouped_nvfuser(n: NvfuserEmit) -> Any:
+    """By an overload of nvFuser's grouped_mm."""
+    call, names = n.call, ("mat1", "mat2", "offsets", "scale1", "scale2")
+    options = {name: n.operand(name) for name in ("alpha", "bias", "beta") if n.operand(name) is not None}
+    return n.ops.grouped_mm(
+        *(n.operand(name) for name in names), **options, dtype=n.dtype(call["dtype"]),
+        output_block_scale_size=call["output_block_scale_size"],
+        output_block_scale_dtype=n.dtype(call["output_block_scale_dtype"]), output_gamma=call["output_gamma"],
+    )  # fmt: skip
 
 
 def _cutlass_infer(call: Call) -> tuple[TensorType, ...]:
@@ -302,19 +281,6 @@ _MATS = tuple(Param(name, K.TENSOR) for name in ("mat1", "mat2", "offsets"))
 _CUTLASS = ("mat1", "mat2", "scale1", "scale2", "alpha", "problem_sizes", "expert_offsets", "sf_offsets")
 OPS = (
     OpDef(
-        "grouped_mm",
-        _MATS,
-        _grouped_infer,
-        _grouped_rule,
-        _grouped_emit,
-        Partial.EACH,
-        _grouped_flops,
-        _grouped_samples,
-        nvfuser=nvfuser_forms.grouped_mm,
-        vjp=GROUPED_MM,
-        about="a product per group of rows (or columns), which end at `offsets`; with scales as `scaled_grouped_mm`",
-    ),
-    OpDef(
         "scaled_mm",
         _SCALED,
         _scaled_infer,
@@ -328,7 +294,7 @@ OPS = (
         (*_MATS, *_SCALED[2:]),
         _scaled_grouped_infer,
         _types(((8, 32), _FP4), ((3, 32, 16), _FP4), _ENDS, ((8, 2), _FP8), ((3, 2, 16), _FP8)),
-        nvfuser_forms.scaled_grouped_mm,
+        _scaled_grouped_nvfuser,
         about="grouped product of block-scaled operands",
     ),
     _missing(
