@@ -225,6 +225,7 @@ OPS = (
         samples=lambda: [Sample(([4, 6], 1.5, DataType.Float)), Sample(([6], 3, DataType.Int))],
         nvfuser=_full_nvfuser,
         pieced=True,
+        is_cheap=True,
         about="a tensor of one number",
     ),
     OpDef(
@@ -240,6 +241,7 @@ OPS = (
         _iota_emit,
         samples=lambda: [Sample((8,)), Sample((6, 2, 3)), Sample((6, 0.0, 0.5, DataType.Float))],
         nvfuser=_iota_nvfuser,
+        is_cheap=True,
         about="`start`, `start` + `step`, ...: `length` numbers",
     ),
     OpDef(
@@ -297,6 +299,7 @@ OPS = (
         Partial.MOVE,
         samples=_matrix_samples,
         nvfuser=_triu_nvfuser,
+        is_cheap=True,
         vjp=each(arg=lambda b: b.ops.triu(b.grad, b["diagonal"])),
         about="zeros below a diagonal of the last two dims",
     ),

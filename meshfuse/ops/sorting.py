@@ -117,6 +117,7 @@ OPS = (
         _argsort_emit,
         samples=_argsort_samples,
         nvfuser=_argsort_nvfuser,
+        scheduler="expr_eval",
         about="the indices that sort `dim`; equal elements keep their order",
     ),
     OpDef(
@@ -135,6 +136,7 @@ OPS = (
         nvfuser=_topk_nvfuser,
         distributed=_distributed_topk,
         vjp=each(arg=_topk_vjp),
+        scheduler="expr_eval",
         about="the `k` greatest (or least) along `dim`, and their indices",
     ),
 )
