@@ -6,16 +6,6 @@ The kernel of an op stands in the op's family (`ops/`), marked with `@kernel`; h
 
 # ruff: noqa: F401
 from .adjoints import contract, embedding_bwd, select_bwd, take_bwd
-from .attention import (
-    attention_merge,
-    block_attention,
-    ring_attention,
-    ring_attention_bwd,
-    sdpfa_bwd,
-    sdpfa_bwd_kv,
-    sdpfa_bwd_q,
-    sdpfa_fwd,
-)
 from .blocks import block_merge, block_moments, block_repeat, block_scan, block_topk, block_total, over_blocks
 from .indices import global_index as positions
 from .indices import grid, iota
