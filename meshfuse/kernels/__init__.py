@@ -5,16 +5,6 @@ The kernel of an op stands in the op's family (`ops/`), marked with `@kernel`; h
 """
 
 # ruff: noqa: F401
-from .attention import (
-    attention_merge,
-    block_attention,
-    ring_attention,
-    ring_attention_bwd,
-    sdpfa_bwd,
-    sdpfa_bwd_kv,
-    sdpfa_bwd_q,
-    sdpfa_fwd,
-)
 from .indices import checked, checked_place, grid
 from .indices import global_index as positions
 from .random import normal, uniform

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from . import (
     adjoints,
     arithmetic,
-    attention,
-    attention_blocks,
     block_order,
     blocks,
     casts,
@@ -22,7 +20,6 @@ from . import (
     matmul,
     reductions,
     reshape,
-    ring,
     scaled_products,
     scans,
     scatter,
@@ -31,6 +28,7 @@ from . import (
     statistics,
     windows,
 )
+from .attention import column_blocks, ring, ring_steps, scaled_dot_product
 from .composite import COMPOSITES
 from .opdef import OpDef
 
@@ -54,14 +52,15 @@ _FAMILIES = (
     scatter,
     sorting,
     factories,
-    attention,
-    attention_blocks,
+    scaled_dot_product,
+    column_blocks,
     ring,
+    ring_steps,
     grouped_products,
     scaled_products,
     adjoints,
 )
-_INNER = (blocks, attention_blocks, adjoints)  # what distributed forms and gradients are written in
+_INNER = (blocks, column_blocks, ring_steps, adjoints)  # what distributed forms and gradients are written in
 OPS: dict[str, OpDef] = {op.name: op for family in _FAMILIES for op in family.OPS}
 
 

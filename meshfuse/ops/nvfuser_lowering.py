@@ -34,15 +34,6 @@ def cast(n: NvfuserEmit, tensor: Any, found: DataType, wanted: DataType) -> Any:
     return tensor if found is wanted else n.ops.cast(tensor, n.dtype(wanted))
 
 
-def of_category(n: NvfuserEmit, name: str, dtype: DataType) -> Any:
-    """A scalar argument as a Val of the category (bool, integer, floating point, complex) of a type."""
-    value = n.number(name)
-    if isinstance(value, (bool, int, float, complex)):
-        return n.val(_CATEGORY[dtype.category](value))
-    kinds = (DataType.Bool, DataType.Int, DataType.Double, DataType.ComplexDouble)
-    return n.ops.cast(value, n.dtype(kinds[dtype.category]))
-
-
 def _few(runs: Runs) -> Runs:
     if len(runs) > _MOST_RUNS:
         raise ToTorch(f"the rank's indices lie in {len(runs)} pieces, more than {_MOST_RUNS}")
@@ -124,3 +115,12 @@ def zero_where_not(n: NvfuserEmit, kept: Any, tensor: Any, dtype: DataType) -> A
     if dtype.category is Category.BOOL:
         return n.ops.logical_and(kept, tensor)
     return n.ops.cast(n.ops.where(kept, tensor, ZERO[dtype.category]), n.dtype(dtype))
+
+
+def of_category(n: NvfuserEmit, name: str, dtype: DataType) -> Any:
+    """A scalar argument as a Val of the category (bool, integer, floating point, complex) of a type."""
+    value = n.number(name)
+    if isinstance(value, (bool, int, float, complex)):
+        return n.val(_CATEGORY[dtype.category](value))
+    kinds = (DataType.Bool, DataType.Int, DataType.Double, DataType.ComplexDouble)
+    return n.ops.cast(value, n.dtype(kinds[dtype.category]))

@@ -1,17 +1,36 @@
-"""What the ops of attention share: checks of operands, the factors of their dims, texts of lowerings."""
+"""What the ops of attention share: parameters, checks, samples, the factors of their dims, texts of lowerings."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from ..dtypes import DataType
-from ..errors import user_error
-from .opdef import Call, Emit
-from .rules import DimFactors, FactorKind, RuleBuilder
-from .shape_arithmetic import UNKNOWN, agree, broadcasts_to, check_ndim, check_same_size
-from .values import TensorRef, TensorType
+from ...dtypes import DataType
+from ...errors import user_error
+from ..opdef import Call, Emit
+from ..rules import DimFactors, FactorKind, RuleBuilder
+from ..shape_arithmetic import UNKNOWN, agree, broadcasts_to, check_ndim, check_same_size
+from ..values import Param, ParamKind, TensorRef, TensorType
 
+K = ParamKind
+QKV = tuple(Param(name, K.TENSOR) for name in ("query", "key", "value"))
+BACKWARD_PARAMS = (
+    Param("grad_output", K.TENSOR),
+    *QKV,
+    Param("output", K.TENSOR),
+    Param("logsumexp", K.TENSOR),
+    Param("dropout_p", K.OPTIONAL_SCALAR),
+    Param("is_causal", K.OPTIONAL_SCALAR),
+    Param("philox_seed", K.TENSOR),
+    Param("philox_offset", K.TENSOR),
+    Param("scale", K.OPTIONAL_SCALAR, None),
+)
+FORWARD_PARAMS = (
+    *QKV,
+    Param("bias", K.OPTIONAL_TENSOR, None),
+    Param("mask", K.OPTIONAL_TENSOR, None),
+    *(Param(name, K.OPTIONAL_SCALAR, None) for name in ("dropout_p", "is_causal", "scale")),
+)
 # The types of the random state that attention returns: seed and offset.
 STATE = (TensorType((2,), DataType.UInt64), TensorType((), DataType.UInt64))
 
@@ -158,3 +177,13 @@ def with_operands(call: Call, operands: Sequence[TensorRef]) -> list[object]:
     """The arguments of a call with these tensors."""
     given = iter(operands)
     return [next(given) if isinstance(arg, TensorRef) else arg for arg in call.args]
+
+
+def qkv_types(q: tuple[int, ...], kv: tuple[int, ...]) -> tuple[TensorType, ...]:
+    """Types of float operands of these shapes: q, and then k and v."""
+    return (TensorType(q, DataType.Float), TensorType(kv, DataType.Float), TensorType(kv, DataType.Float))
+
+
+def drops(call: Call) -> bool:
+    """`draws` of attention: whether it has dropout, which may depend on a scalar of the call."""
+    return call["dropout_p"] not in (None, 0)

@@ -23,10 +23,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..dtypes import DataType
-from .attention_rules import statistic_dtype
-from .opdef import Call, Writing, cast_to
-from .values import TensorRef
+from ...dtypes import DataType
+from ..opdef import Call, Writing, cast_to
+from ..values import TensorRef
+from .operands import statistic_dtype
 
 Refs = tuple[TensorRef, ...]
 
