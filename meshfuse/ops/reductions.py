@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -81,10 +82,14 @@ def kept_factors(operand: DimFactors, dims: tuple[int, ...], keepdim: bool) -> D
 
 
 def _sum_emit(e: Emit) -> str:
+    return _sum_text(e, e.operands[0])
+
+
+def _sum_text(e: Emit, terms: str) -> str:
     result, dims = e.call.results[0].dtype, list(reduced_dims(e.call))
     if not dims:
-        return cast_text(e.operands[0], e.call.types[0].dtype, result)
-    return f"torch.sum({e.operands[0]}, {dims}, keepdim={e.call['keepdim']}, dtype={dtype_text(result)})"
+        return cast_text(terms, e.call.types[0].dtype, result)
+    return f"torch.sum({terms}, {dims}, keepdim={e.call['keepdim']}, dtype={dtype_text(result)})"
 
 
 def _prod_emit(e: Emit) -> str:
@@ -132,15 +137,18 @@ def _is_empty(x: torch.Tensor, dims: list[int]) -> bool:
 
 
 def _nvfuser(n: NvfuserEmit) -> Any:
+    return _nvfuser_reduced(n, getattr(n.ops, n.call.op.name), n.operands[0])
+
+
+def _nvfuser_reduced(n: NvfuserEmit, reduce: Callable[..., Any], terms: Any) -> Any:
     """nvFuser wants all dims listed, and at least one. Its kernels reduce nothing in half precision or less."""
     dims, result, found = list(reduced_dims(n.call)), n.call.results[0].dtype, n.call.types[0].dtype
     if not dims:
-        return n.ops.cast(n.operands[0], n.dtype(result))
+        return n.ops.cast(terms, n.dtype(result))
     if not (found.is_reduced_float or result.is_reduced_float):
-        return n.plain(dims=dims, empty=None)
+        return reduce(terms, dims, n.call["keepdim"], n.dtype(n.call["dtype"]))
     wide = DataType.Float if result.is_reduced_float else result
-    made = n.plain(arg=cast(n, n.operands[0], found, wide), dims=dims, dtype=n.dtype(DataType.Null), empty=None)
-    return n.ops.cast(made, n.dtype(result))
+    return n.ops.cast(reduce(cast(n, terms, found, wide), dims, n.call["keepdim"]), n.dtype(result))
 
 
 def _sum_vjp(b: Backward) -> Tensor:
