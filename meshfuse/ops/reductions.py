@@ -1,8 +1,10 @@
-"""Reductions: sum, prod, max, min."""
+"""Reductions: sum, nansum, prod, max, min."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +13,7 @@ from ..dtypes import Category, DataType
 from ..errors import user_error
 from ..kernels.reductions import highest, lowest
 from ..kernels.table import kernel
-from .nvfuser_lowering import cast
+from .nvfuser_lowering import cast, zero_where_not
 from .opdef import Call, Emit, Lowering, NvfuserEmit, OpDef, Partial, Sample
 from .promotion import cast_text, dtype_text
 from .rules import DimFactors, FactorKind, Rule, RuleBuilder
@@ -155,6 +157,26 @@ def _sum_vjp(b: Backward) -> Tensor:
     return restored(b, b.grad, b["arg"], b.dims, b["keepdim"])
 
 
+def _nansum_emit(e: Emit) -> str:
+    x = e.operands[0]
+    return _sum_text(e, f"torch.where(torch.isnan({x}), 0, {x})")
+
+
+def _nansum_nvfuser(n: NvfuserEmit) -> Any:
+    x, dtype = n.operands[0], n.call.types[0].dtype
+    is_number = n.ops.logical_not(n.ops.isnan(x))
+    terms = zero_where_not(n, is_number, x, dtype) if dtype.category >= Category.FLOAT else x
+    return _nvfuser_reduced(n, n.ops.sum, terms)
+
+
+def _nansum_vjp(b: Backward) -> Tensor:
+    return b.ops.where(b.ops.isnan(b["arg"]), 0.0, _sum_vjp(b))
+
+
+def _nansum_samples() -> list[Sample]:
+    return [replace(sample, values={0: (1.5, math.nan, -2.0, 0.5, math.nan)}) for sample in _samples()]
+
+
 class ProductFactors(NamedTuple):
     """The factors of a product, with the zeros apart, so that what is made of them can be differentiated again.
 
@@ -234,6 +256,10 @@ def _extreme(name: str, about: str, partial: Partial, domain: tuple[float, float
 OPS = (
     _reduction("sum", "the sum over `dims` (all of them for None); integers and bools are summed as Int",
                _sum_emit, Partial.FIRST, each(arg=_sum_vjp)),
+    OpDef("nansum", REDUCTION_PARAMS, _accumulating_infer, lambda call: reduction_rule(call, "sum"), _nansum_emit,
+          samples=_nansum_samples, nvfuser=_nansum_nvfuser, vjp=each(arg=_nansum_vjp), pieced=True,
+          reference=lambda x, dims, keepdim, _: torch.nansum(x, dims, keepdim),
+          about="the sum over `dims` of what is not NaN: of data with gaps"),
     _reduction("prod", "the product over `dims`", _prod_emit, Partial.NONE, each(arg=_prod_vjp)),
     _extreme("max", "the greatest element over `dims`; of none an error, or with `empty` the type's lowest number",
              Partial.MAX, (-4.0, -1.0)),
