@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ..ops.argument_keys import Keys, keys_of
+from ..ops.binding import Keys, keys_of
 from ..ops.opdef import Call, OpDef
 from ..ops.rules import Rule
 from ..ops.shape_arithmetic import check_rule
