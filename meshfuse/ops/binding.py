@@ -1,4 +1,4 @@
-"""From what a user passes to an op to the op's argument tuple: names, defaults, kinds and overloads; keys of arguments."""
+"""From what a user passes to an op to its argument tuple: names, defaults, kinds and overloads; keys of arguments."""
 
 from __future__ import annotations
 
