@@ -19,7 +19,7 @@ import torch
 from ..disk_cache import writable_root
 from ..errors import told
 from ..executor.buffers import use_pool
-from ..kernels.lookup import OUT_OF_RANGE
+from ..kernels.indices import OUT_OF_RANGE
 from ..ops.factories import RANDOM_STATE
 from . import Prepared, Task, Unsupported
 

@@ -5,24 +5,10 @@ The kernel of an op stands in the op's family (`ops/`), marked with `@kernel`; h
 """
 
 # ruff: noqa: F401
-from .adjoints import contract, embedding_bwd, select_bwd, take_bwd
-from .blocks import block_merge, block_moments, block_repeat, block_scan, block_topk, block_total, over_blocks
+from .indices import checked, checked_place, grid
 from .indices import global_index as positions
-from .indices import grid, iota
-from .lookup import (
-    checked,
-    checked_place,
-    embedding,
-    index_select,
-    limit_norm,
-    scatter,
-    select,
-    take,
-    take_rows,
-    triu,
-)
 from .random import normal, uniform
-from .reductions import combine, fold, neutral, reduce_max, reduce_min, reduce_prod, scan, tensor_like, topk, welford
+from .reductions import combine, fold, neutral, tensor_like
 from .strides import in_stride_order
 from .table import kernel
 from .user_functions import as_told, settled, watched

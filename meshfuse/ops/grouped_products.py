@@ -164,6 +164,8 @@ OPS = (
         _grouped_samples,
         nvfuser=_grouped_nvfuser,
         vjp=_GROUPED_BWD,
+        uses_library=True,
+        scheduler="expr_eval",
         about="a product per group of rows (or columns), which end at `offsets`; with scales as `scaled_grouped_mm`",
     ),
 )

@@ -264,6 +264,9 @@ OPS = (
         into=_matmul_into,
         accumulates_wide=True,
         pieced=True,
+        uses_library=True,
+        scheduler="expr_eval",
+        follows_weight_first=True,
         about="matrix product, as torch.matmul: vectors, matrices, and batches that broadcast",
     ),
     OpDef(
@@ -285,6 +288,9 @@ OPS = (
         into=_linear_into,
         accumulates_wide=True,
         pieced=True,
+        uses_library=True,
+        scheduler="expr_eval",
+        follows_weight_first=True,
         about="`input` times the transpose of `weight`, plus `bias`; a 3-d weight is a stack of weights",
     ),
 )

@@ -63,13 +63,13 @@ def sliced(
     return ops.broadcast(tensor, [d in alone for d in range(len(shape))]) if alone else tensor
 
 
-def global_index(n: NvfuserEmit, runs: Runs) -> Any:
+def nvfuser_index(n: NvfuserEmit, runs: Runs) -> Any:
     """The global indices in the runs as an Int vector."""
     parts = [step_index(n, a, b - a) for a, b in _few(runs) or ((0, 0),)]
     return parts[0] if len(parts) == 1 else n.ops.cat(parts, 0)
 
 
-def local_places(n: NvfuserEmit, index: Any, runs: Runs) -> tuple[Any, Any]:
+def nvfuser_places(n: NvfuserEmit, index: Any, runs: Runs) -> tuple[Any, Any]:
     """(where each global index lies in a shard with these runs, whether it is there); place 0 for indices elsewhere.
 
     There is at least one run.

@@ -326,6 +326,20 @@ class OpDef:
     is_view: bool = False
     # Whether the op does nothing where operand and result have the same shape, and is then left out.
     identity_when_same_shape: bool = False
+    # Whether it only adds, repeats, merges or splits dims of its operand: what is known of all elements is still true.
+    keeps_elements: bool = False
+    # If it only repeats elements: of every dim of the operand the place among the result's dims.
+    repeats: Callable[[Call], Sequence[int]] | None = None
+    # Whether it computes nothing from elements, but moves them or makes them from their places: cheap to do again.
+    is_cheap: bool = False
+    # Whether a library computes it in nvFuser as in torch: cuBLAS or flash attention.
+    uses_library: bool = False
+    # The nvFuser scheduler of a kernel that has the op ("expr_eval", "resize"); "" if its other ops decide.
+    scheduler: str = ""
+    # Whether nvFuser has results follow the shardings of the weight and bias before that of the first operand.
+    follows_weight_first: bool = False
+    # In nvFuser, of every result (by place) the operand (by place) whose order of dims in memory it takes.
+    laid_out_like: tuple[int, ...] = ()
     # The open interval from which tests draw real operands.
     domain: tuple[float, float] | None = None
     # A Python function that the emitted text calls as OP.name.

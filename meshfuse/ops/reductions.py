@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from ..dtypes import Category, DataType
 from ..errors import user_error
-from ..gradients.reductions import REDUCTIONS
+from ..kernels.reductions import highest, lowest
+from ..kernels.table import kernel
 from .nvfuser_lowering import cast
 from .opdef import Call, Emit, NvfuserEmit, OpDef, Partial, Sample
 from .promotion import cast_text, dtype_text
 from .rules import DimFactors, FactorKind, Rule, RuleBuilder
 from .shape_arithmetic import check_order, check_reduced
 from .values import Param, ParamKind, TensorType
+from .vjp import Backward, Tensor, Vjp, each, kept, restored
 
 K = ParamKind
 
@@ -95,6 +99,36 @@ def _emit_reduce(e: Emit) -> str:
     return f"K.reduce_{e.call.op.name}({operand}, {dims}, {e.call['keepdim']})" if dims else operand
 
 
+@kernel
+def reduce_max(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
+    """The largest elements; the lowest value of the type over a shard with nothing in it."""
+    return _reduced_empty(x, dims, keepdim, lowest(x.dtype)) if _is_empty(x, dims) else torch.amax(x, dims, keepdim)
+
+
+@kernel
+def reduce_min(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
+    """The smallest elements; the highest value of the type over a shard with nothing in it."""
+    return _reduced_empty(x, dims, keepdim, highest(x.dtype)) if _is_empty(x, dims) else torch.amin(x, dims, keepdim)
+
+
+@kernel
+def reduce_prod(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
+    """The products, in the type of x."""
+    for d in sorted(dims, reverse=True):
+        x = torch.prod(x, d, keepdim, dtype=x.dtype)  # else Int of every integer
+    return x
+
+
+def _reduced_empty(x: torch.Tensor, dims: list[int], keepdim: bool, fill: Any) -> torch.Tensor:
+    """The neutral element in the shape of a reduction of a tensor without elements."""
+    sizes = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
+    return x.new_full(sizes, fill)
+
+
+def _is_empty(x: torch.Tensor, dims: list[int]) -> bool:
+    return any(x.shape[d] == 0 for d in dims)
+
+
 def _nvfuser(n: NvfuserEmit) -> Any:
     """nvFuser wants all dims listed, and at least one. Its kernels reduce nothing in half precision or less."""
     dims, result, found = list(reduced_dims(n.call)), n.call.results[0].dtype, n.call.types[0].dtype
@@ -105,6 +139,55 @@ def _nvfuser(n: NvfuserEmit) -> Any:
     wide = DataType.Float if result.is_reduced_float else result
     made = n.plain(arg=cast(n, n.operands[0], found, wide), dims=dims, dtype=n.dtype(DataType.Null), empty=None)
     return n.ops.cast(made, n.dtype(result))
+
+
+def _sum_vjp(b: Backward) -> Tensor:
+    return restored(b, b.grad, b["arg"], b.dims, b["keepdim"])
+
+
+class ProductFactors(NamedTuple):
+    """The factors of a product, with the zeros apart, so that what is made of them can be differentiated again.
+
+    is_zero: which ones are 0.
+    zeros: those, and 0 for the others: their sum stands for their product where there is one of them.
+    rest: the others, and 1 for the zeros: these can be divided by.
+    """
+
+    is_zero: Tensor
+    zeros: Tensor
+    rest: Tensor
+
+
+def product_factors(b: Backward) -> ProductFactors:
+    o, x = b.ops, b["arg"]
+    is_zero = o.eq(x, 0)
+    return ProductFactors(is_zero, b.conj(o.where(is_zero, x, 0.0)), o.where(is_zero, 1.0, x))
+
+
+def product_without(o: Any, left_out: int, count: Tensor, total: Tensor) -> Tensor:
+    """The product of `count` zeros but for some that are left out; `total` is the sum of the others.
+
+    It is 1 where no other is left, that other where it is one, and else 0, as are then its derivatives.
+    """
+    return o.where(o.eq(count, left_out), 1.0, o.where(o.eq(count, left_out + 1), total, 0.0))
+
+
+def _prod_vjp(b: Backward) -> Tensor:
+    """By x the product of the other elements."""
+    o, dims = b.ops, b.dims
+    is_zero, zeros, rest = product_factors(b)
+    count, total = o.sum(is_zero, dims, True), o.sum(zeros, dims, True)
+    grad = o.mul(kept(b, b.grad, b["arg"], dims, b["keepdim"]), b.conj(o.prod(rest, dims, True)))
+    by_rest = o.mul(o.truediv(grad, b.conj(rest)), product_without(o, 0, count, total))
+    return o.where(is_zero, o.mul(grad, product_without(o, 1, count, o.sub(total, zeros))), by_rest)
+
+
+def _extreme_vjp(b: Backward) -> Tensor:
+    """Equal extremes share the gradient, as in torch.amax; a NaN equals nothing, and all get NaN."""
+    o, x, dims = b.ops, b["arg"], b.dims
+    is_top = o.eq(x, kept(b, b.result, x, dims, b["keepdim"]))
+    share = o.where(is_top, kept(b, b.grad, x, dims, b["keepdim"]), 0.0)
+    return o.truediv(share, o.sum(is_top, dims, True))
 
 
 REDUCTION_PARAMS = (
@@ -134,6 +217,12 @@ _ABOUT = {
     "max": "the greatest element over `dims`; of none an error, or with `empty` the type's lowest number",
     "min": "the least element over `dims`; of none an error, or with `empty` the type's highest number",
 }
+_VJPS: dict[str, Vjp] = {
+    "sum": each(arg=_sum_vjp),
+    "prod": each(arg=_prod_vjp),
+    "max": each(arg=_extreme_vjp),
+    "min": each(arg=_extreme_vjp),
+}
 _CARRIED = {"sum": Partial.FIRST, "max": Partial.MAX, "min": Partial.MIN}
 OPS = tuple(
     OpDef(
@@ -145,7 +234,7 @@ OPS = tuple(
         _CARRIED.get(name, Partial.NONE),
         samples=_samples,
         nvfuser=_nvfuser,
-        vjp=REDUCTIONS[name],
+        vjp=_VJPS[name],
         pieced=True,
         domain=_DOMAINS.get(name),
         about=about,

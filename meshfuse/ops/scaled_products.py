@@ -265,12 +265,13 @@ def _missing(
     nvfuser: Callable[[NvfuserEmit], Any] | None = None,
     *,
     about: str,
+    scheduler: str = "",
 ) -> OpDef:
     """An op that is typed and propagated here, and runs with nvFuser on NVIDIA's GPUs only."""
     found = [Sample(tuple(sample))]
     return OpDef(
         name, params, infer, whole_rule, _missing_emit, samples=lambda: found, nvfuser=nvfuser,
-        about=f"{about}; needs NVIDIA's kernels",
+        about=f"{about}; needs NVIDIA's kernels", scheduler=scheduler,
     )  # fmt: skip
 
 
@@ -287,6 +288,8 @@ OPS = (
         _scaled_rule,
         _scaled_emit,
         samples=_scaled_samples,
+        uses_library=True,
+        scheduler="expr_eval",
         about="matrix product of block-scaled operands; `fd.ops.scaled_mm` gives (product, scales, global scale)",
     ),
     _missing(
@@ -296,6 +299,7 @@ OPS = (
         _types(((8, 32), _FP4), ((3, 32, 16), _FP4), _ENDS, ((8, 2), _FP8), ((3, 2, 16), _FP8)),
         _scaled_grouped_nvfuser,
         about="grouped product of block-scaled operands",
+        scheduler="expr_eval",
     ),
     _missing(
         "cutlass_nvfp4_grouped_mm",

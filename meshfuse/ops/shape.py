@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import user_error
@@ -57,27 +58,26 @@ def _in_dim_infer(call: Call) -> tuple[TensorType, ...]:
     return (TensorType(tuple(sizes), arg.dtype),)
 
 
-def _expanding_rule(call: Call, source_of: dict[int, int]) -> Rule:
+def _expanding_rule(call: Call, places: Sequence[int]) -> Rule:
     """A result dim shares the factor of the operand dim that feeds it, if the sizes are equal; other dims are free."""
     builder, shape = RuleBuilder(), call.types[0].shape
     result = builder.dims(call.results[0].shape)
     operand: list[tuple[int, ...]] = [()] * len(shape)
-    for dim, source in source_of.items():
+    for source, dim in enumerate(places):
         if shape[source] == call.results[0].shape[dim]:
             operand[source] = result[dim]
     dims: DimFactors = tuple(operand)
     return builder.build([dims], [result])
 
 
-def _in_dim_rule(call: Call) -> Rule:
-    ndim = len(call["shape"])
-    return _expanding_rule(call, {dim % ndim: source for source, dim in enumerate(call["broadcast_dims"])})
+def _in_dim_places(call: Call) -> list[int]:
+    return [d % len(call["shape"]) for d in call["broadcast_dims"]]
 
 
 def _in_dim_emit(e: Emit) -> str:
-    shape, ndim = e.result_shapes[0], len(e.result_shapes[0])
-    sizes = dict(zip((d % ndim for d in e.call["broadcast_dims"]), e.operand_shapes[0], strict=True))
-    middle = [sizes.get(d, 1) for d in range(ndim)]
+    shape = e.result_shapes[0]
+    sizes = dict(zip(_in_dim_places(e.call), e.operand_shapes[0], strict=True))
+    middle = [sizes.get(d, 1) for d in range(len(shape))]
     return f"{e.operands[0]}.reshape({middle}).expand({list(shape)})"
 
 
@@ -112,9 +112,8 @@ def _expand_infer(call: Call) -> tuple[TensorType, ...]:
     return (TensorType(broadcast_shapes("expand", [kept, sizes]), arg.dtype),)
 
 
-def _expand_rule(call: Call) -> Rule:
-    offset = call.results[0].ndim - call.types[0].ndim
-    return _expanding_rule(call, {offset + source: source for source in range(call.types[0].ndim)})
+def _expand_places(call: Call) -> list[int]:
+    return list(range(call.results[0].ndim - call.types[0].ndim, call.results[0].ndim))
 
 
 def _expand_emit(e: Emit) -> str:
@@ -218,24 +217,28 @@ _ARG = Param("arg", K.TENSOR)
 OPS = (
     OpDef("broadcast", (_ARG, Param("is_broadcast_dim", K.BOOLS)), _broadcast_infer, _broadcast_rule, reshape_emit,
           Partial.MOVE, samples=lambda: [_sample((4, 6), [False, True, False])], vjp=each(arg=_broadcast_bwd),
-          pieced=True, is_view=True,
+          pieced=True, is_view=True, keeps_elements=True, is_cheap=True,
           about="new dims of size 1 where `is_broadcast_dim` is True"),
     OpDef("broadcast_in_dim", (_ARG, Param("shape", K.SHAPE), Param("broadcast_dims", K.INTS)),
-          _in_dim_infer, _in_dim_rule, _in_dim_emit, Partial.MOVE,
+          _in_dim_infer, lambda call: _expanding_rule(call, _in_dim_places(call)), _in_dim_emit, Partial.MOVE,
           samples=lambda: [_sample((6,), [4, 6], [1]), _sample((4,), [4, 6, 2], [0]), _sample((1, 6), [4, 6], [0, 1])],
           nvfuser=with_local_shape("shape"), vjp=each(arg=_in_dim_bwd), pieced=True, is_view=True,
+          keeps_elements=True, repeats=_in_dim_places,
           about="to `shape`: dim i of the operand is dim `broadcast_dims[i]` of the result, the others repeat"),
-    OpDef("expand", (_ARG, Param("shape", K.SHAPE)), _expand_infer, _expand_rule, _expand_emit, Partial.MOVE,
+    OpDef("expand", (_ARG, Param("shape", K.SHAPE)), _expand_infer,
+          lambda call: _expanding_rule(call, _expand_places(call)), _expand_emit, Partial.MOVE,
           samples=lambda: [_sample((4, 1), [4, 6]), _sample((1, 6), [4, -1])], nvfuser=with_local_shape("shape"),
           vjp=each(arg=lambda b: sum_to(b, b.grad, b["arg"])), pieced=True, is_view=True,
+          keeps_elements=True, repeats=_expand_places,
           about="dims of size 1, and new ones in front, repeated to `shape`; -1 leaves a dim as it is"),
     OpDef("squeeze", (_ARG, Param("dims", K.DIMS), Param("squeeze_expanded", K.BOOL, False)),
           _squeeze_infer, _squeeze_rule, _squeeze_emit, Partial.MOVE, samples=lambda: [_sample((4, 1, 6), [1])],
           nvfuser=_squeeze_nvfuser, vjp=each(arg=_squeeze_bwd), pieced=True, is_view=True,
+          keeps_elements=True, is_cheap=True,
           about="without `dims`, which have size 1"),
     OpDef("permute", (_ARG, Param("dims", K.INTS)), _permute_infer, _permute_rule, _permute_emit, Partial.MOVE,
           samples=lambda: [_sample((4, 6, 2), [2, 0, 1]), _sample((4, 6), [-1, 0])], vjp=each(arg=_permute_bwd),
-          pieced=True, is_view=True,
+          pieced=True, is_view=True, is_cheap=True,
           about="dims in another order: dim i of the result is dim `dims[i]` of the operand"),
     OpDef("stride_order", (_ARG, Param("stride_order", K.INTS)), _stride_order_infer, same_rule, _stride_order_emit,
           Partial.MOVE, samples=lambda: [_sample((4, 6, 2), [0, 2, 1])], vjp=each(arg=lambda b: b.grad),

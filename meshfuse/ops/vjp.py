@@ -49,6 +49,16 @@ class Backward:
         """The first result."""
         return self.results[0]
 
+    @property
+    def dim(self) -> int:
+        """The argument `dim`, a dim of `arg`, counted from the front."""
+        return self["dim"] % self["arg"].ndim
+
+    @property
+    def dims(self) -> list[int]:
+        """The argument `dims`, dims of `arg`, as ascending dims counted from the front."""
+        return listed_dims(self["dims"], self["arg"].ndim)
+
     def needs(self, name: str) -> bool:
         """Whether any tensor passed as this parameter needs a gradient."""
         value = self.arguments[name]
@@ -136,11 +146,6 @@ def numel_along(t: Tensor, dims: Sequence[int]) -> Any:
         n = t.type.shape[d]
         found = found * n if n >= 0 else t.size(d) * found
     return found
-
-
-def dim_of(b: Backward) -> int:
-    """The op's `dim`, one of its `arg`'s, counted from the front."""
-    return b["dim"] % b["arg"].ndim
 
 
 def listed_dims(dims: Any, ndim: int) -> list[int]:

@@ -15,8 +15,7 @@ from ...dtypes import DataType
 from ...errors import user_error
 from ...kernels.table import kernel
 from ...sharding.layout import Runs
-from ..factories import stream_text
-from ..nvfuser_forms import RANDOM
+from ..factories import RANDOM, stream_text
 from ..nvfuser_lowering import cast, is_whole
 from ..opdef import Call, Emit, NvfuserEmit, OpDef, Sample, ToTorch, Writing
 from ..rules import DimFactors, FactorKind, Rule
@@ -279,6 +278,9 @@ OPS = (
         samples=_fwd_samples,
         nvfuser=_fwd_nvfuser,
         vjp=_fwd_vjp,
+        uses_library=True,
+        scheduler="expr_eval",
+        laid_out_like=(0,),
         distributed=_distributed_fwd,
         about="scaled dot product attention: output, log-sum-exp of the rows, and the random state",
         draws=drops,
@@ -293,6 +295,9 @@ OPS = (
         samples=backward_samples,
         nvfuser=_bwd_nvfuser,
         vjp=_bwd_vjp,
+        uses_library=True,
+        scheduler="expr_eval",
+        laid_out_like=(1, 2, 3),
         about="the gradients of `sdpfa_fwd` by query, key and value",
     ),
 )
