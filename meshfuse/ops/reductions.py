@@ -11,7 +11,7 @@ from ..errors import user_error
 from ..kernels.reductions import highest, lowest
 from ..kernels.table import kernel
 from .nvfuser_lowering import cast
-from .opdef import Call, Emit, NvfuserEmit, OpDef, Partial, Sample
+from .opdef import Call, Emit, Lowering, NvfuserEmit, OpDef, Partial, Sample
 from .promotion import cast_text, dtype_text
 from .rules import DimFactors, FactorKind, Rule, RuleBuilder
 from .shape_arithmetic import check_order, check_reduced
@@ -37,18 +37,17 @@ def reduced_shape(call: Call) -> tuple[int, ...]:
     return tuple(1 if d in dims else n for d, n in enumerate(call.types[0].shape) if keep or d not in dims)
 
 
-def _accumulated(op: str, dtype: DataType) -> DataType:
-    """The type of a sum: Int for integers and booleans, as in torch; half precision stays half, as in nvFuser."""
-    return DataType.Int if op in ("sum", "prod") and dtype.category < Category.FLOAT else dtype
+def _accumulating_infer(call: Call) -> tuple[TensorType, ...]:
+    """Unless a type is given, Int for integers and booleans, as in torch; half precision stays half, as in nvFuser."""
+    asked, found = call["dtype"], call.types[0].dtype
+    accumulated = DataType.Int if found.category < Category.FLOAT else found
+    return (TensorType(reduced_shape(call), accumulated if asked is DataType.Null else asked),)
 
 
-def _infer(call: Call) -> tuple[TensorType, ...]:
-    asked = call["dtype"]
-    if call.op.name in _DOMAINS:
-        _check_order(call, asked)
-        _check_elements(call)
-    dtype = asked if asked is not DataType.Null else _accumulated(call.op.name, call.types[0].dtype)
-    return (TensorType(reduced_shape(call), dtype),)
+def _extreme_infer(call: Call) -> tuple[TensorType, ...]:
+    _check_order(call, call["dtype"])
+    _check_elements(call)
+    return (TensorType(reduced_shape(call), call.types[0].dtype),)
 
 
 def _check_order(call: Call, asked: DataType) -> None:
@@ -81,21 +80,24 @@ def kept_factors(operand: DimFactors, dims: tuple[int, ...], keepdim: bool) -> D
     return tuple(() if d in dims else factors for d, factors in enumerate(operand) if keepdim or d not in dims)
 
 
-def _rule(call: Call) -> Rule:
-    return reduction_rule(call, call.op.name)
-
-
-def _emit_sum(e: Emit) -> str:
+def _sum_emit(e: Emit) -> str:
     result, dims = e.call.results[0].dtype, list(reduced_dims(e.call))
     if not dims:
         return cast_text(e.operands[0], e.call.types[0].dtype, result)
     return f"torch.sum({e.operands[0]}, {dims}, keepdim={e.call['keepdim']}, dtype={dtype_text(result)})"
 
 
-def _emit_reduce(e: Emit) -> str:
-    """Text for prod, max and min: helpers that give the neutral element for shards without elements."""
-    result, dims = e.call.results[0].dtype, list(reduced_dims(e.call))
-    operand = e.operands[0] if e.call.op.name != "prod" else cast_text(e.operands[0], e.call.types[0].dtype, result)
+def _prod_emit(e: Emit) -> str:
+    return _reduce_text(e, cast_text(e.operands[0], e.call.types[0].dtype, e.call.results[0].dtype))
+
+
+def _extreme_emit(e: Emit) -> str:
+    return _reduce_text(e, e.operands[0])
+
+
+def _reduce_text(e: Emit, operand: str) -> str:
+    """Text of a kernel that gives the neutral element for shards without elements."""
+    dims = list(reduced_dims(e.call))
     return f"K.reduce_{e.call.op.name}({operand}, {dims}, {e.call['keepdim']})" if dims else operand
 
 
@@ -201,43 +203,32 @@ _EXAMPLE = TensorType((4, 6, 5), DataType.Float)
 
 
 def _samples() -> list[Sample]:
-    return [
-        Sample((_EXAMPLE, [1])),
-        Sample((_EXAMPLE, [0, 2], True)),
-        Sample((_EXAMPLE,)),
-        Sample((_EXAMPLE, -1)),
-    ]
+    return [Sample((_EXAMPLE, [1])), Sample((_EXAMPLE, [0, 2], True)), Sample((_EXAMPLE,)), Sample((_EXAMPLE, -1))]
 
 
-# Operands of one sign show when an empty shard contributes a number of its own.
-_DOMAINS = {"max": (-4.0, -1.0), "min": (1.0, 4.0)}
-_ABOUT = {
-    "sum": "the sum over `dims` (all of them for None); integers and bools are summed as Int",
-    "prod": "the product over `dims`",
-    "max": "the greatest element over `dims`; of none an error, or with `empty` the type's lowest number",
-    "min": "the least element over `dims`; of none an error, or with `empty` the type's highest number",
-}
-_VJPS: dict[str, Vjp] = {
-    "sum": each(arg=_sum_vjp),
-    "prod": each(arg=_prod_vjp),
-    "max": each(arg=_extreme_vjp),
-    "min": each(arg=_extreme_vjp),
-}
-_CARRIED = {"sum": Partial.FIRST, "max": Partial.MAX, "min": Partial.MIN}
-OPS = tuple(
-    OpDef(
-        name,
-        (*REDUCTION_PARAMS, _EMPTY) if name in _DOMAINS else REDUCTION_PARAMS,
-        _infer,
-        _rule,
-        _emit_sum if name == "sum" else _emit_reduce,
-        _CARRIED.get(name, Partial.NONE),
-        samples=_samples,
-        nvfuser=_nvfuser,
-        vjp=_VJPS[name],
-        pieced=True,
-        domain=_DOMAINS.get(name),
-        about=about,
-    )
-    for name, about in _ABOUT.items()
-)
+def _reduction(name: str, about: str, emit: Lowering, partial: Partial, vjp: Vjp, **more: Any) -> OpDef:
+    """The op in which the terms of a reduction of this name are reduced by itself."""
+    return OpDef(
+        name, more.pop("params", REDUCTION_PARAMS), more.pop("infer", _accumulating_infer),
+        lambda call: reduction_rule(call, name), emit, partial, samples=_samples, nvfuser=_nvfuser, vjp=vjp,
+        pieced=True, about=about, **more,
+    )  # fmt: skip
+
+
+def _extreme(name: str, about: str, partial: Partial, domain: tuple[float, float]) -> OpDef:
+    """Operands of one sign, as in `domain`, show when an empty shard contributes a number of its own."""
+    return _reduction(
+        name, about, _extreme_emit, partial, each(arg=_extreme_vjp), params=(*REDUCTION_PARAMS, _EMPTY),
+        infer=_extreme_infer, domain=domain,
+    )  # fmt: skip
+
+
+OPS = (
+    _reduction("sum", "the sum over `dims` (all of them for None); integers and bools are summed as Int",
+               _sum_emit, Partial.FIRST, each(arg=_sum_vjp)),
+    _reduction("prod", "the product over `dims`", _prod_emit, Partial.NONE, each(arg=_prod_vjp)),
+    _extreme("max", "the greatest element over `dims`; of none an error, or with `empty` the type's lowest number",
+             Partial.MAX, (-4.0, -1.0)),
+    _extreme("min", "the least element over `dims`; of none an error, or with `empty` the type's highest number",
+             Partial.MIN, (1.0, 4.0)),
+)  # fmt: skip

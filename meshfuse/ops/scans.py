@@ -182,36 +182,19 @@ def _samples() -> list[Sample]:
     ]
 
 
-_ABOUT = {
-    "cumsum": "running sums along `dim`, beginning with `init`",
-    "cumprod": "running products along `dim`",
-    "cummax": "running maxima along `dim`",
-    "cummin": "running minima along `dim`",
-}
-_VJPS: dict[str, OperandGradient] = {
-    "cumsum": _cumsum_vjp,
-    "cumprod": _cumprod_vjp,
-    "cummax": _extreme_vjp,
-    "cummin": _extreme_vjp,
-}
-_SCANS = tuple(
-    OpDef(
-        name,
-        (Param("arg", K.TENSOR), Param("dim", K.DIM), Param("init", K.OPTIONAL_SCALAR, None)),
-        _infer,
-        _rule,
-        _emit,
-        Partial.FIRST if name == "cumsum" else Partial.NONE,
-        samples=_samples,
-        nvfuser=_scan_nvfuser,
-        distributed=_distributed_scan,
-        vjp=each(arg=_VJPS[name]),
+def _scan(name: str, about: str, vjp: OperandGradient, partial: Partial = Partial.NONE) -> OpDef:
+    return OpDef(
+        name, (Param("arg", K.TENSOR), Param("dim", K.DIM), Param("init", K.OPTIONAL_SCALAR, None)), _infer, _rule,
+        _emit, partial, samples=_samples, nvfuser=_scan_nvfuser, distributed=_distributed_scan, vjp=each(arg=vjp),
         about=about,
-    )
-    for name, about in _ABOUT.items()
-)
+    )  # fmt: skip
+
+
 OPS = (
-    *_SCANS,
+    _scan("cumsum", "running sums along `dim`, beginning with `init`", _cumsum_vjp, Partial.FIRST),
+    _scan("cumprod", "running products along `dim`", _cumprod_vjp),
+    _scan("cummax", "running maxima along `dim`", _extreme_vjp),
+    _scan("cummin", "running minima along `dim`", _extreme_vjp),
     OpDef(
         "cumsum_bwd",
         (Param("grad", K.TENSOR), Param("dim", K.DIM)),
