@@ -33,7 +33,7 @@ _EXAMPLE = TensorType((6, 8), DataType.Float)
 def _copy(name: str, about: str, is_cheap: bool) -> OpDef:
     return OpDef(
         name, (_ARG,), lambda call: call.types, pointwise_rule, lambda e: e.operands[0], Partial.MOVE,
-        samples=lambda: [Sample((_EXAMPLE,))], vjp=each(arg=lambda b: b.grad), pieced=True, is_view=True,
+        samples=lambda: [Sample((_EXAMPLE,))], vjp=each(arg=lambda b: b.grad), concat_distributive=True, is_view=True,
         keeps_elements=True, is_cheap=is_cheap, about=about,
     )  # fmt: skip
 
@@ -41,7 +41,7 @@ def _copy(name: str, about: str, is_cheap: bool) -> OpDef:
 COPIES = (
     OpDef("cast", (_ARG, Param("dtype", K.DTYPE)), _cast_infer, pointwise_rule, _cast_emit, Partial.CAST,
           samples=lambda: [Sample((_EXAMPLE, DataType.Double)), Sample((_EXAMPLE, DataType.Int))],
-          vjp=each(arg=lambda b: b.grad), pieced=True, about="x in another element type"),
+          vjp=each(arg=lambda b: b.grad), concat_distributive=True, about="x in another element type"),
     _copy("set", "x itself: a place for an annotation of its own", is_cheap=True),
     _copy("segment_set", "x itself; nvFuser begins another kernel after it", is_cheap=False),
 )  # fmt: skip

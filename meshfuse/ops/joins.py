@@ -208,6 +208,6 @@ OPS = (
           samples=lambda: [Sample(([TensorType((4, 6), DataType.Float), TensorType((2, 6), DataType.Float)],)),
                            Sample(([TensorType((4, 6), DataType.Float), TensorType((4, 3), DataType.Float)], -1)),
                            Sample(([TensorType((4, 6), DataType.Float), TensorType((4, 6), DataType.Float)], 1))],
-          vjp=_cat_bwd, pieced=True, scheduler="resize",
+          vjp=_cat_bwd, concat_distributive=True, scheduler="resize",
           about="tensors one behind the other along `dim`"),
 )  # fmt: skip

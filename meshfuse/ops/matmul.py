@@ -165,7 +165,7 @@ def _linear_rule(call: Call) -> Rule:
     return builder.build(operands, [(*stacked, *batch, *columns)])
 
 
-def _linear_apart(r: Writing, call: Call, operands: tuple[TensorRef, ...]) -> Sequence[TensorRef]:
+def _split_bias(r: Writing, call: Call, operands: tuple[TensorRef, ...]) -> Sequence[TensorRef]:
     """The product without the bias, and then the bias added."""
     x, w, bias = operands
     product, result = r.call("linear", x, w), call.results[0]
@@ -263,7 +263,7 @@ OPS = (
         vjp=each(a=_matmul_a_bwd, b=_matmul_b_bwd),
         into=_matmul_into,
         accumulates_wide=True,
-        pieced=True,
+        concat_distributive=True,
         uses_library=True,
         scheduler="expr_eval",
         follows_weight_first=True,
@@ -284,10 +284,10 @@ OPS = (
         _linear_samples,
         nvfuser=_linear_nvfuser,
         vjp=each(input=_linear_input_bwd, weight=_linear_weight_bwd, bias=_linear_bias_bwd),
-        apart=_linear_apart,
+        split_last_operand=_split_bias,
         into=_linear_into,
         accumulates_wide=True,
-        pieced=True,
+        concat_distributive=True,
         uses_library=True,
         scheduler="expr_eval",
         follows_weight_first=True,

@@ -206,7 +206,7 @@ def pointwise(
         partial,
         samples=functools.partial(_samples, table, numbers, dtype),
         nvfuser=nvfuser,
-        pieced=True,
+        concat_distributive=True,
         vjp=vjp,
         domain=domain,
         about=about,

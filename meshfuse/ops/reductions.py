@@ -211,7 +211,7 @@ def _reduction(name: str, about: str, emit: Lowering, partial: Partial, vjp: Vjp
     return OpDef(
         name, more.pop("params", REDUCTION_PARAMS), more.pop("infer", _accumulating_infer),
         lambda call: reduction_rule(call, name), emit, partial, samples=_samples, nvfuser=_nvfuser, vjp=vjp,
-        pieced=True, about=about, **more,
+        concat_distributive=True, about=about, **more,
     )  # fmt: skip
 
 

@@ -153,7 +153,7 @@ def _samples() -> list[Sample]:
 OPS = (
     OpDef("reshape", (Param("arg", K.TENSOR), Param("new_shape", K.SHAPE)), _infer, reshape_rule, reshape_emit,
           Partial.MOVE, samples=_samples, nvfuser=with_local_shape("new_shape"),
-          vjp=each(arg=lambda b: b.ops.reshape(b.grad, sizes(b["arg"]))), pieced=True, is_view=True,
+          vjp=each(arg=lambda b: b.ops.reshape(b.grad, sizes(b["arg"]))), concat_distributive=True, is_view=True,
           keeps_elements=True, is_cheap=True,
           about="the same elements in row-major order under another shape; a -1 is worked out"),
 )  # fmt: skip

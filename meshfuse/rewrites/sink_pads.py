@@ -273,7 +273,14 @@ def _is_elementwise(node: Node) -> bool:
     placed = all(len(dim) == 1 for dim in made) and read <= {*made, ()}
     kinds = {param.kind for param in node.call.op.params}
     passes = all(factor.kind is FactorKind.PASS for factor in rule.factors)
-    return bool(node.inputs) and not more and placed and passes and node.call.op.pieced and kinds <= {*_NUMBERS}
+    return (
+        bool(node.inputs)
+        and not more
+        and placed
+        and passes
+        and node.call.op.concat_distributive
+        and kinds <= {*_NUMBERS}
+    )
 
 
 def _is_linear(node: Node) -> bool:

@@ -11,7 +11,7 @@ from ...dtypes import DataType
 from ...errors import user_error
 from ...kernels.table import kernel
 from ...sharding.layout import Runs
-from ..opdef import Call, Emit, OpDef, Rounds, Sample
+from ..opdef import Call, Emit, OpDef, RingSchedule, Sample
 from ..rules import FactorKind, Rule
 from ..shape_arithmetic import UNKNOWN
 from ..values import Param, ParamKind, TensorType
@@ -233,12 +233,13 @@ _OPTIONS = (
 )
 OPS = (
     OpDef("ring_attention", (*QKV, *_OPTIONS), _infer, _rule, _emit, flops=lambda call: score_flops(call, 2),
-          samples=_samples, nvfuser=_NOT_NATIVE, vjp=_fwd_vjp, rounds=Rounds(_round_rule, attention_rounds),
+          samples=_samples, nvfuser=_NOT_NATIVE, vjp=_fwd_vjp,
+          ring_schedule=RingSchedule(_round_rule, attention_rounds),
           about="attention in rounds: blocks of keys and values travel through a ring of ranks"),
     OpDef("ring_attention_bwd",
           (Param("grad_output", K.TENSOR), *QKV, Param("output", K.TENSOR), Param("logsumexp", K.TENSOR), *_OPTIONS,
            Param("grad_logsumexp", K.OPTIONAL_TENSOR, None)),
           _bwd_infer, _bwd_rule, _bwd_emit, flops=lambda call: score_flops(call, 5), samples=_bwd_samples,
-          nvfuser=_NOT_NATIVE, vjp=_bwd_vjp, rounds=Rounds(_bwd_round_rule, gradient_rounds),
+          nvfuser=_NOT_NATIVE, vjp=_bwd_vjp, ring_schedule=RingSchedule(_bwd_round_rule, gradient_rounds),
           about="the gradients of `ring_attention` by query, key and value"),
 )  # fmt: skip
