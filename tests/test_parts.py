@@ -37,7 +37,7 @@ B, H, S, D = 2, 4, 64, 16
 NEW = 3
 
 
-# What `OpDef.concat_distributive` says of an op, held against its lowering (`check_op` does it, too), and what is read then.
+# `OpDef.concat_distributive` against the op's lowering (`check_op` does it, too), and what is read then.
 
 
 CONCAT_DISTRIBUTIVE = [(name, place) for name, place in sample_ids() if OPS[name].concat_distributive]

@@ -217,7 +217,7 @@ def cast_to(r: Writing, x: TensorRef, dtype: DataType) -> TensorRef:
     return x if r.type(x).dtype is dtype else r.call("cast", x, dtype)
 
 
-# (writing, the call, its operands) -> its results, with the last operand added by another op.
+# (writer, call, operands) -> results, with the last operand added by another op.
 SplitLastOperand = Callable[[Writing, "Call", tuple[TensorRef, ...]], "Sequence[TensorRef]"]
 
 
@@ -308,7 +308,7 @@ class OpDef:
     has_form: Callable[[Call], bool] | None = None
     # How the op is computed in rounds, for operands that are sharded otherwise than `rule` takes them.
     ring_schedule: RingSchedule | None = None
-    # The op in two steps: without its last operand, and adding that (a bias: it is added once, and not summed).
+    # The op without its last operand, which another op adds (a bias, which is not part of the terms of a sum).
     split_last_operand: SplitLastOperand | None = None
     # If the result is a window of the first operand, or the operand one of the result: (by dim the operand's index that
     # is the result's index 0, what fills the rest). If the op only reorders blocks, their order. None for other calls.

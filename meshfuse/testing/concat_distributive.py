@@ -1,4 +1,4 @@
-"""Check of `OpDef.concat_distributive`: does the op on the parts of a dim, put together, give what it gives on the whole?
+"""Check of `OpDef.concat_distributive`: on the parts of a dim, put together, an op gives what it gives on the whole.
 
 `rewrites.split_concats` relies on it.
 """
