@@ -1,4 +1,4 @@
-"""Ops that move or repeat elements along dims: broadcast, expand, squeeze, permute, stride_order."""
+"""Dims that are added, repeated, removed or reordered: broadcast, expand, squeeze, permute, stride_order."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _in_dim_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _expanding_rule(call: Call, places: Sequence[int]) -> Rule:
-    """A result dim shares the factor of the operand dim that feeds it, if the sizes are equal; other dims are free."""
+    """A result dim has the factor of its operand dim if the sizes are equal; other dims are free."""
     builder, shape = RuleBuilder(), call.types[0].shape
     result = builder.dims(call.results[0].shape)
     operand: list[tuple[int, ...]] = [()] * len(shape)
@@ -82,7 +82,7 @@ def _in_dim_emit(e: Emit) -> str:
 
 
 def _in_dim_bwd(b: Backward) -> Tensor:
-    """`grad` summed over the new dims, and over those that were repeated or may have been."""
+    """`grad` summed over the new dims and over those that are, or may be, repeated."""
     x = b["arg"]
     found = _over_known_dims(b)
     return b.ops.sum_to(found, sizes(x)) if -1 in x.type.shape else found
@@ -149,7 +149,7 @@ def _squeeze_emit(e: Emit) -> str:
 
 
 def _squeeze_nvfuser(n: NvfuserEmit) -> Any:
-    """Dims that hold repeated elements (squeeze_expanded) are read at index 0."""
+    """Reads dims of repeated elements (squeeze_expanded) at index 0."""
     tensor, shape = n.operands[0], n.operand_shapes[0]
     dims = _squeezed(n.call)
     ones = [d for d in dims if shape[d] == 1]
@@ -159,7 +159,7 @@ def _squeeze_nvfuser(n: NvfuserEmit) -> Any:
 
 
 def _squeeze_bwd(b: Backward) -> Tensor:
-    """`grad` with the dims put back. Of a dim larger than 1 only the first element was taken: the others get 0."""
+    """`grad` with the dims added again. Of a dim larger than 1 only the first element was read: the others get 0."""
     x = b["arg"]
     given = (b["dims"],) if isinstance(b["dims"], int) else b["dims"]
     dims = {d % x.ndim for d in given}

@@ -66,7 +66,7 @@ def _rows_kind(call: Call) -> FactorKind:
 
 
 def _rule(call: Call) -> Rule:
-    """As of sdpfa_fwd where the op is not in a ring; in zig-zag order the rows are needed whole, to be sorted first."""
+    """As of sdpfa_fwd, outside of a ring. Rows in zig-zag order are blocked: they are sorted first."""
     dims = AttentionDims(
         call, FactorKind.PASS, _rows_kind(call), [(checked_types(call)[1].shape[-2], FactorKind.BLOCK)]
     )
@@ -106,7 +106,7 @@ def ring_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, log-sum-exp) on a rank that has all columns.
 
-    With `chunks` it also has all rows, as so many chunks in zig-zag order; else in the order of the sequence.
+    chunks: 0, or the number of chunks of the rows, which are then all here, in zig-zag order.
     """
     options = options_of(q, 0.0, is_causal, scale)
     q, k, v = (_in_sequence(x, chunks) for x in (q, k, v))
@@ -115,10 +115,7 @@ def ring_attention(
 
 
 def _in_sequence(x: torch.Tensor, chunks: int, dim: int = -2) -> torch.Tensor:
-    """Put chunks that are in zig-zag order (first, last, second, ...) into the order of the sequence.
-
-    0: leave all as it is.
-    """
+    """Puts chunks in zig-zag order (first, last, second, ...) into the order of the sequence; 0: the tensor itself."""
     if not chunks:
         return x
     parts = x.chunk(chunks, dim)
@@ -150,13 +147,13 @@ def _bwd_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _bwd_rule(call: Call) -> Rule:
-    """Batch and heads of k and v pass through; rows, columns and a group's heads are needed whole."""
+    """Batch and heads of k and v pass through; rows, columns and a group's heads are blocked."""
     columns = (checked_types(call)[1].shape[-2], FactorKind.BLOCK)
     return _bwd_dims(call, AttentionDims(call, FactorKind.BLOCK, FactorKind.BLOCK, [columns]))
 
 
 def _bwd_round_rule(call: Call) -> Rule:
-    """Heads of a group may be apart: gradients of k and v are unreduced then, until they are home."""
+    """Heads of a group may lie on several ranks: gradients of k and v are partial until they are home."""
     blocks = _column_blocks(call)
     return _bwd_dims(call, AttentionDims(call, FactorKind.PASS, FactorKind.BLOCK, blocks, call["ring"]))
 
