@@ -340,6 +340,8 @@ class OpDef:
     follows_weight_first: bool = False
     # In nvFuser, of every result (by place) the operand (by place) whose order of dims in memory it takes.
     laid_out_like: tuple[int, ...] = ()
+    # The same in torch, on whole tensors and the op's other arguments: tests compare the lowering with it in float64.
+    reference: Callable[..., Any] | None = None
     # The open interval from which tests draw real operands.
     domain: tuple[float, float] | None = None
     # A Python function that the emitted text calls as OP.name.

@@ -1,7 +1,10 @@
-"""Reductions: sum, prod, max, min."""
+"""Reductions: sum, nansum, prod, max, min."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +13,7 @@ from ..dtypes import Category, DataType
 from ..errors import user_error
 from ..kernels.reductions import highest, lowest
 from ..kernels.table import kernel
-from .nvfuser_lowering import cast
+from .nvfuser_lowering import cast, zero_where_not
 from .opdef import Call, Emit, Lowering, NvfuserEmit, OpDef, Partial, Sample
 from .promotion import cast_text, dtype_text
 from .rules import DimFactors, FactorKind, Rule, RuleBuilder
@@ -81,10 +84,14 @@ def kept_factors(operand: DimFactors, dims: tuple[int, ...], keepdim: bool) -> D
 
 
 def _sum_emit(e: Emit) -> str:
+    return _sum_text(e, e.operands[0])
+
+
+def _sum_text(e: Emit, terms: str) -> str:
     result, dims = e.call.results[0].dtype, list(reduced_dims(e.call))
     if not dims:
-        return cast_text(e.operands[0], e.call.types[0].dtype, result)
-    return f"torch.sum({e.operands[0]}, {dims}, keepdim={e.call['keepdim']}, dtype={dtype_text(result)})"
+        return cast_text(terms, e.call.types[0].dtype, result)
+    return f"torch.sum({terms}, {dims}, keepdim={e.call['keepdim']}, dtype={dtype_text(result)})"
 
 
 def _prod_emit(e: Emit) -> str:
@@ -132,19 +139,42 @@ def _is_empty(x: torch.Tensor, dims: list[int]) -> bool:
 
 
 def _nvfuser(n: NvfuserEmit) -> Any:
+    return _nvfuser_reduced(n, getattr(n.ops, n.call.op.name), n.operands[0])
+
+
+def _nvfuser_reduced(n: NvfuserEmit, reduce: Callable[..., Any], terms: Any) -> Any:
     """nvFuser wants all dims listed, and at least one. Its kernels reduce nothing in half precision or less."""
     dims, result, found = list(reduced_dims(n.call)), n.call.results[0].dtype, n.call.types[0].dtype
     if not dims:
-        return n.ops.cast(n.operands[0], n.dtype(result))
+        return n.ops.cast(terms, n.dtype(result))
     if not (found.is_reduced_float or result.is_reduced_float):
-        return n.plain(dims=dims, empty=None)
+        return reduce(terms, dims, n.call["keepdim"], n.dtype(n.call["dtype"]))
     wide = DataType.Float if result.is_reduced_float else result
-    made = n.plain(arg=cast(n, n.operands[0], found, wide), dims=dims, dtype=n.dtype(DataType.Null), empty=None)
-    return n.ops.cast(made, n.dtype(result))
+    return n.ops.cast(reduce(cast(n, terms, found, wide), dims, n.call["keepdim"]), n.dtype(result))
 
 
 def _sum_vjp(b: Backward) -> Tensor:
     return restored(b, b.grad, b["arg"], b.dims, b["keepdim"])
+
+
+def _nansum_emit(e: Emit) -> str:
+    x = e.operands[0]
+    return _sum_text(e, f"torch.where(torch.isnan({x}), 0, {x})")
+
+
+def _nansum_nvfuser(n: NvfuserEmit) -> Any:
+    x, dtype = n.operands[0], n.call.types[0].dtype
+    is_number = n.ops.logical_not(n.ops.isnan(x))
+    terms = zero_where_not(n, is_number, x, dtype) if dtype.category >= Category.FLOAT else x
+    return _nvfuser_reduced(n, n.ops.sum, terms)
+
+
+def _nansum_vjp(b: Backward) -> Tensor:
+    return b.ops.where(b.ops.isnan(b["arg"]), 0.0, _sum_vjp(b))
+
+
+def _nansum_samples() -> list[Sample]:
+    return [replace(sample, values={0: (1.5, math.nan, -2.0, 0.5, math.nan)}) for sample in _samples()]
 
 
 class ProductFactors(NamedTuple):
@@ -226,6 +256,10 @@ def _extreme(name: str, about: str, partial: Partial, domain: tuple[float, float
 OPS = (
     _reduction("sum", "the sum over `dims` (all of them for None); integers and bools are summed as Int",
                _sum_emit, Partial.FIRST, each(arg=_sum_vjp)),
+    OpDef("nansum", REDUCTION_PARAMS, _accumulating_infer, lambda call: reduction_rule(call, "sum"), _nansum_emit,
+          samples=_nansum_samples, nvfuser=_nansum_nvfuser, vjp=each(arg=_nansum_vjp), concat_distributive=True,
+          reference=lambda x, dims, keepdim, _: torch.nansum(x, dims, keepdim),
+          about="the sum over `dims` of what is not NaN: of data with gaps"),
     _reduction("prod", "the product over `dims`", _prod_emit, Partial.NONE, each(arg=_prod_vjp)),
     _extreme("max", "the greatest element over `dims`; of none an error, or with `empty` the type's lowest number",
              Partial.MAX, (-4.0, -1.0)),

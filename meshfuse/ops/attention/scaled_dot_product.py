@@ -281,6 +281,9 @@ OPS = (
         distributed=_distributed_fwd,
         about="scaled dot product attention: output, log-sum-exp of the rows, and the random state",
         draws=drops,
+        uses_library=True,
+        scheduler="expr_eval",
+        laid_out_like=(0,),
     ),
     OpDef(
         "sdpfa_bwd",
@@ -296,5 +299,8 @@ OPS = (
         scheduler="expr_eval",
         laid_out_like=(1, 2, 3),
         about="the gradients of `sdpfa_fwd` by query, key and value",
+        uses_library=True,
+        scheduler="expr_eval",
+        laid_out_like=(1, 2, 3),
     ),
 )
