@@ -39,6 +39,6 @@ def _call_of(op: OpDef, args: Keys, types: tuple[TensorType, ...]) -> tuple[Call
     """
     given = tuple([arg for _, _, arg in args])
     call = Call(op, given, types, op.infer(Call(op, given, types)))
-    rule = (op.rounds.rule if op.rounds else op.rule)(call)
+    rule = (op.ring_schedule.rule if op.ring_schedule else op.rule)(call)
     check_rule(call, rule)
     return call, rule

@@ -298,7 +298,7 @@ _GRAD, _INDEX = Param("grad", K.TENSOR), Param("index", K.TENSOR)
 OPS = (
     OpDef("contract", (Param("a", K.TENSOR), Param("b", K.TENSOR), Param("dims", K.INT)),
           _contract_infer, _contract_rule, _contract_emit, Partial.EACH, _contract_flops, _contract_samples,
-          nvfuser=_contract_nvfuser, vjp=each(a=_contract_a_vjp, b=_contract_b_vjp), pieced=True,
+          nvfuser=_contract_nvfuser, vjp=each(a=_contract_a_vjp, b=_contract_b_vjp), concat_distributive=True,
           uses_library=True,
           about="sum over the first `dims` dims of both operands of their products: `linear`'s gradient by the weight"),
     OpDef("take_along_axis_bwd", (_GRAD, _INDEX, Param("dim", K.DIM), Param("size", K.SIZE)),
@@ -322,7 +322,7 @@ OPS = (
           about="sums over the dims that are of size 1 in `shape`: the gradient of what was repeated along them"),
     OpDef("sized", (Param("arg", K.TENSOR), Param("shape", K.SHAPE)), _sized_infer, same_rule,
           lambda e: e.operands[0], Partial.MOVE, samples=lambda: [Sample((_t(4, 6), [4, 6]))],
-          nvfuser=lambda n: n.ops.set(n.operands[0]), vjp=each(arg=lambda b: b.grad), pieced=True,
+          nvfuser=lambda n: n.ops.set(n.operands[0]), vjp=each(arg=lambda b: b.grad), concat_distributive=True,
           is_view=True, keeps_elements=True, identity_when_same_shape=True,
           about="the operand, whose sizes must be `shape`: what is seen once open sizes are known"),
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Arithmetic of two and three numbers, element by element.
 
-At kinks, ties, NaN and infinities gradients are what torch's derivatives give: no NaN of an operand gets lost.
+Gradients at kinks, ties, NaN and infinities are those of torch; a NaN operand gives a NaN gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .vjp import Backward, Tensor, Vjp, each, elementwise, is_tensor, sum_to
 
 @kernel
 def div(a: Any, b: Any) -> torch.Tensor:
-    """Division that stays an integer, rounded towards zero, where both operands are integers (as in C)."""
+    """Division; of two integers an integer, rounded towards zero (as in C)."""
     a, b = both_tensors(a, b)
     if a.dtype.is_floating_point or a.dtype.is_complex or b.dtype.is_floating_point or b.dtype.is_complex:
         return a / b
@@ -38,7 +38,7 @@ def lerp(start: Any, end: Any, weight: Any) -> torch.Tensor:
 
 
 def _lerp_nvfuser(n: NvfuserEmit) -> Any:
-    """Tensors are made of numbers, with which nvFuser would compute first, and in their type."""
+    """Casts the result: nvFuser computes with numbers first, in their own type."""
     return n.ops.cast(nvfuser_arithmetic(n), n.dtype(n.call.results[0].dtype))
 
 
@@ -97,7 +97,7 @@ def gcd(a: Any, b: Any) -> torch.Tensor:
 def _remainder_divisor(b: Backward) -> Tensor:
     """Minus grad times the quotient rounded down.
 
-    The rounded quotient of floating point numbers may be the next whole number, so it is found from the remainder.
+    A rounded floating point quotient may be off by one, therefore it is computed from the remainder.
     """
     o, x, y = b.ops, b["a"], b["b"]
     rest = o.fmod(x, y)
@@ -125,7 +125,7 @@ def minimum(a: Any, b: Any) -> torch.Tensor:
 
 
 def _extreme_bwd(other_is_taken: str) -> Vjp:
-    """The larger (smaller) operand gets all, equal ones half each, and NaN makes both get all."""
+    """The larger (smaller) operand gets the gradient, equal operands half each; with a NaN both get all of it."""
 
     def part(mine: str, other: str) -> Callable[[Backward], Tensor]:
         def grad(b: Backward) -> Tensor:

@@ -1,4 +1,4 @@
-"""The same numbers in another type, or as they are: casts, copies, complex numbers and their parts."""
+"""Casts, copies, complex numbers and their parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _EXAMPLE = TensorType((6, 8), DataType.Float)
 def _copy(name: str, about: str, is_cheap: bool) -> OpDef:
     return OpDef(
         name, (_ARG,), lambda call: call.types, pointwise_rule, lambda e: e.operands[0], Partial.MOVE,
-        samples=lambda: [Sample((_EXAMPLE,))], vjp=each(arg=lambda b: b.grad), pieced=True, is_view=True,
+        samples=lambda: [Sample((_EXAMPLE,))], vjp=each(arg=lambda b: b.grad), concat_distributive=True, is_view=True,
         keeps_elements=True, is_cheap=is_cheap, about=about,
     )  # fmt: skip
 
@@ -41,7 +41,7 @@ def _copy(name: str, about: str, is_cheap: bool) -> OpDef:
 COPIES = (
     OpDef("cast", (_ARG, Param("dtype", K.DTYPE)), _cast_infer, pointwise_rule, _cast_emit, Partial.CAST,
           samples=lambda: [Sample((_EXAMPLE, DataType.Double)), Sample((_EXAMPLE, DataType.Int))],
-          vjp=each(arg=lambda b: b.grad), pieced=True, about="x in another element type"),
+          vjp=each(arg=lambda b: b.grad), concat_distributive=True, about="x in another element type"),
     _copy("set", "x itself: a place for an annotation of its own", is_cheap=True),
     _copy("segment_set", "x itself; nvFuser begins another kernel after it", is_cheap=False),
 )  # fmt: skip
@@ -56,7 +56,7 @@ def complex(a: Any, b: Any) -> torch.Tensor:
 
 
 def _complex_nvfuser(n: NvfuserEmit) -> Any:
-    """Both parts are made of one type and shape: nvFuser neither promotes nor broadcasts them."""
+    """Casts and broadcasts both parts first: nvFuser does neither."""
     part = n.call.results[0].dtype.real
     return n.plain(**{name: _part(n, name, part) for name in ("a", "b")})
 
@@ -71,7 +71,7 @@ def _part(n: NvfuserEmit, name: str, part: DataType) -> Any:
 
 @kernel
 def real(x: torch.Tensor) -> torch.Tensor:
-    """The real part in memory of its own; a real tensor is returned as it is."""
+    """A copy of the real part; a real tensor itself."""
     return torch.real(x).contiguous() if x.is_complex() else x
 
 
@@ -83,7 +83,7 @@ def _real_bwd(b: Backward) -> Tensor:
 
 @kernel
 def imag(x: torch.Tensor) -> torch.Tensor:
-    """The imaginary part in memory of its own; zeros for a real tensor."""
+    """A copy of the imaginary part; zeros for a real tensor."""
     return torch.imag(x).contiguous() if x.is_complex() else torch.zeros_like(x)
 
 

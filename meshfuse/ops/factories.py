@@ -224,7 +224,7 @@ OPS = (
         _full_emit,
         samples=lambda: [Sample(([4, 6], 1.5, DataType.Float)), Sample(([6], 3, DataType.Int))],
         nvfuser=_full_nvfuser,
-        pieced=True,
+        concat_distributive=True,
         is_cheap=True,
         about="a tensor of one number",
     ),

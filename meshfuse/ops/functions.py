@@ -1,6 +1,6 @@
 """Functions of one number, element by element.
 
-At kinks, NaN and infinities gradients are what torch's derivatives give: no NaN of an operand gets lost.
+Gradients at kinks, NaN and infinities are those of torch; a NaN operand gives a NaN gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _over(divisor: _Formula) -> Vjp:
 
 
 def _acosh_bwd(o: Any, x: Tensor, _: Tensor) -> Tensor:
-    """1 / sqrt(x² - 1). The root is taken of both factors apart: near 1 that is exact, and complex numbers need it."""
+    """1 / sqrt(x² - 1), as the product of two roots: exact near 1, and right for complex numbers."""
     size = x if x.dtype.category is Category.COMPLEX else o.abs(x)
     return o.mul(o.rsqrt(o.sub(size, 1.0)), o.rsqrt(o.add(size, 1.0)))
 

@@ -53,7 +53,7 @@ def _grouped_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _grouped_rule(call: Call) -> Rule:
-    """m k, g k n -> m n, summed over k and g: a rank multiplies the rows of the groups that it holds."""
+    """m k, g k n -> m n, reduced over k and g: a rank multiplies the rows of its groups."""
     kind, (a, b, offsets), builder = _kind(call), call.types, RuleBuilder()
     rows, columns = builder.factor(a.shape[-2]), builder.factor(b.shape[-1])
     inner = builder.reduction(a.shape[-1])
@@ -73,7 +73,7 @@ def _grouped_emit(e: Emit) -> str:
 
 
 def _grouped_flops(call: Call) -> float:
-    """Operations: every row, column or inner index takes part in the product of one group."""
+    """Every row, column or inner index takes part in the product of one group."""
     a, b = call.types[:2]
     return 2.0 * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
@@ -96,7 +96,7 @@ def _grouped_samples() -> list[Sample]:
 
 @kernel
 def grouped_rows(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, rows: Runs, groups: Runs) -> torch.Tensor:
-    """[m, k] and [g, k, n] to [m, n]: each row times its group's matrix; zero where that matrix is on another rank."""
+    """[m, k] and [g, k, n] to [m, n]: each row times its group's matrix; zero if another rank has that matrix."""
     out = a.new_zeros(a.shape[0], b.shape[-1])
     bounds = _bounds(offsets, rows)
     for place, group in enumerate(_members(groups)):
@@ -132,7 +132,7 @@ def _members(runs: Runs) -> list[int]:
 
 
 def _grouped_nvfuser(n: NvfuserEmit) -> Any:
-    """With offsets counted within the rank's own rows (columns, inner indices); the rank must hold every group."""
+    """Counts offsets within the rank's rows (columns, inner indices). The rank must hold every group."""
     a, b, offsets = n.call.types
     operand, dim = _PLACES[_kind(n.call)]
     runs = n.operand_runs(operand)[dim]

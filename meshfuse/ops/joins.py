@@ -43,8 +43,8 @@ def pad_widths(call: Call) -> dict[int, tuple[int, int]]:
 def _pad_infer(call: Call) -> tuple[TensorType, ...]:
     widths, (arg,) = pad_widths(call), call.types
     check_number("pad", call["value"], arg.dtype)
-    told = {arg.ndim - 1 - i // 2 for i, width in enumerate(call["pad_widths"]) if isinstance(width, ScalarRef)}
-    open_dims = told | {d for d, n in enumerate(arg.shape) if n == UNKNOWN}
+    by_scalar = {arg.ndim - 1 - i // 2 for i, width in enumerate(call["pad_widths"]) if isinstance(width, ScalarRef)}
+    open_dims = by_scalar | {d for d, n in enumerate(arg.shape) if n == UNKNOWN}
     for d in sorted(widths.keys() - open_dims):
         _check_cut(arg, d, -sum(min(width, 0) for width in widths[d]))
     sizes = [UNKNOWN if d in open_dims else n + sum(widths.get(d, ())) for d, n in enumerate(arg.shape)]
@@ -59,7 +59,7 @@ def _check_cut(arg: TensorType, dim: int, cut: int) -> None:
 
 
 def _pad_rule(call: Call) -> Rule:
-    """The operand is a window of the result in each padded dim; where only some is cut off, both are needed whole."""
+    """In a padded dim the operand is a window of the result; in a dim that is cut, both are blocked."""
     builder, widths, operand, result = RuleBuilder(), pad_widths(call), [], []
     for d, (n, m) in enumerate(zip(call.types[0].shape, call.results[0].shape, strict=True)):
         before, after = widths.get(d, (0, 0))
@@ -91,7 +91,7 @@ def _pad_emit(e: Emit) -> str:
 
 
 def _pad_nvfuser(n: NvfuserEmit) -> Any:
-    """With the value in the operand's category. nvFuser pads Bool with False only; for True the opposite is padded."""
+    """Casts the value to the operand's category. nvFuser pads Bool with False only: for True the negation is padded."""
     dtype, value, ops = n.call.types[0].dtype, n.number("value"), n.ops
     widths = local_widths(n.call, n.operand_shapes[0])
     if value is None:
@@ -107,7 +107,7 @@ def _pad_nvfuser(n: NvfuserEmit) -> Any:
 
 
 def _pad_bwd(b: Backward) -> Tensor:
-    """`grad` with the padding cut off, and zeros for what the pad had cut off."""
+    """`grad` without the padding, and with zeros for elements that were cut off."""
     x, widths = b["arg"], list(b["pad_widths"])
     if not all(isinstance(w, int) and w >= 0 for w in widths) or -1 in x.type.shape:
         return b.ops.pad(b.grad, [0 - w for w in widths])
@@ -140,7 +140,7 @@ def _cat_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _cat_rule(call: Call) -> Rule:
-    """Operands of one size are windows of the joined dim; operands of different sizes are needed whole."""
+    """Operands of one size are windows of the joined dim; of different sizes they are blocked."""
     builder, dim = RuleBuilder(), call["dim"] % call.types[0].ndim
     sizes = {t.shape[dim] for t in call.types}
     if len(sizes) == 1:
@@ -159,7 +159,7 @@ def _cat_rule(call: Call) -> Rule:
 def _distributed_cat(
     r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
-    """Pad each operand to its place in the joined dim, then pick each element; only the pads move anything."""
+    """Pads each operand to its place in the joined dim, then picks elements; only the pads communicate."""
     size, ndim = call.results[0].shape[dim], call.results[0].ndim
     if dim != call["dim"] % ndim:
         return None
@@ -208,6 +208,6 @@ OPS = (
           samples=lambda: [Sample(([TensorType((4, 6), DataType.Float), TensorType((2, 6), DataType.Float)],)),
                            Sample(([TensorType((4, 6), DataType.Float), TensorType((4, 3), DataType.Float)], -1)),
                            Sample(([TensorType((4, 6), DataType.Float), TensorType((4, 6), DataType.Float)], 1))],
-          vjp=_cat_bwd, pieced=True, scheduler="resize",
+          vjp=_cat_bwd, concat_distributive=True, scheduler="resize",
           about="tensors one behind the other along `dim`"),
 )  # fmt: skip

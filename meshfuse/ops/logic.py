@@ -26,7 +26,7 @@ def logical_or(a: Any, b: Any) -> torch.Tensor:
 
 
 def _logical_nvfuser(n: NvfuserEmit) -> Any:
-    """Complex numbers become Bool by comparison with 0, which nvFuser does not do for them."""
+    """Complex numbers are compared with 0 first: nvFuser takes none."""
     names = [p.name for p in n.call.op.params]
     return n.plain(**{name: bool(n.call[name]) for name in names if isinstance(n.call[name], complex)})
 
@@ -53,7 +53,7 @@ def logical_right_shift(a: Any, b: Any) -> torch.Tensor:
 
 @kernel
 def where(condition: Any, a: Any, b: Any) -> torch.Tensor:
-    """`torch.where` with numbers allowed everywhere; a condition that is no boolean means "is not zero"."""
+    """`torch.where` that takes numbers everywhere; a condition of another type means "is not zero"."""
     condition = condition if isinstance(condition, torch.Tensor) else torch.tensor(condition, device="cpu")
     return torch.where(condition if condition.dtype == torch.bool else condition != 0, a, b)
 

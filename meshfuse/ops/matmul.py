@@ -1,7 +1,6 @@
 """Matrix products: matmul and linear.
 
-A weight's gradient is one `contract` over all batch dims, however they are sharded: each rank computes its terms, and
-one reduction follows.
+A weight's gradient is one `contract` over all batch dims: each rank computes its terms, and one reduction follows.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def _matmul_flops(call: Call) -> float:
 
 
 def _rows(e: Emit) -> str:
-    """Text of the first operand in a product with a matrix, dense: torch would multiply rows with gaps one by one."""
+    """Text of the first operand; dense in a product with a matrix, as torch multiplies rows with gaps one by one."""
     many = e.call.types[0].ndim > 2 and e.call.types[1].ndim == 2
     return f"{e.operands[0]}.contiguous()" if many else e.operands[0]
 
@@ -65,14 +64,14 @@ def _matmul_emit(e: Emit) -> str:
 
 def _matmul_into(e: Emit, target: str) -> str | None:
     if min(t.ndim for t in e.call.types) < 2:
-        return None  # For a vector torch would resize the tensor that it writes into, which may be part of another.
+        return None  # For a vector torch resizes `out`, which may be part of another tensor.
     return _product_into(e, e.operands[1], target)
 
 
 def _product_into(e: Emit, second: str, target: str) -> str:
     """Text of a product written into `target`.
 
-    With more than two dims, torch must see the rows of `target` as one matrix's.
+    With more than two dims torch must be able to view `target` as one matrix.
     """
     many = e.call.types[0].ndim > 2 and e.call.types[1].ndim == 2
     function, end = ("K.rows_into", target) if many else ("torch.matmul", f"out={target}")
@@ -81,11 +80,11 @@ def _product_into(e: Emit, second: str, target: str) -> str:
 
 @kernel
 def rows_into(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
-    """Write [b*, k] times [k, n] into `out` [b*, n], whose rows may lie unevenly in memory, as those of a part do."""
+    """Writes [b*, k] times [k, n] into `out` [b*, n], which may be a slice of a larger tensor."""
     rows = x.flatten(0, -2)
     try:
         into = out.view(rows.shape[0], out.shape[-1])
-    except RuntimeError:  # its strides are not those of one matrix
+    except RuntimeError:  # The strides are not those of one matrix.
         out.copy_(torch.mm(rows, matrix).view(out.shape))
     else:
         torch.mm(rows, matrix, out=into)
@@ -153,7 +152,7 @@ def _check_bias(bias: TensorType, w: TensorType) -> None:
 
 
 def _linear_rule(call: Call) -> Rule:
-    """b* k, d n k, d n -> d b* n, where d and n are there only if the weight has them."""
+    """b* k, d n k, d n -> d b* n; the weight may lack d, or d and n."""
     x, w = call.types[:2]
     builder = RuleBuilder()
     stacked = builder.dims(w.shape[:-2])
@@ -165,8 +164,8 @@ def _linear_rule(call: Call) -> Rule:
     return builder.build(operands, [(*stacked, *batch, *columns)])
 
 
-def _linear_apart(r: Writing, call: Call, operands: tuple[TensorRef, ...]) -> Sequence[TensorRef]:
-    """The product without the bias, and then the bias added."""
+def _split_bias(r: Writing, call: Call, operands: tuple[TensorRef, ...]) -> Sequence[TensorRef]:
+    """The product without the bias, and an add."""
     x, w, bias = operands
     product, result = r.call("linear", x, w), call.results[0]
     stacked, columns = r.type(w).ndim - 2, r.type(bias).ndim - max(r.type(w).ndim - 2, 0)
@@ -203,7 +202,7 @@ def stacked_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 def _linear_nvfuser(n: NvfuserEmit) -> Any:
-    """The bias is added once, by one of the ranks that hold terms of the result; a 1-D weight is a matmul."""
+    """One of the ranks with terms of the result adds the bias; a 1-D weight is a matmul."""
     bias = n.operand("bias") if n.leads() else None
     if n.call.types[1].ndim > 1:
         return n.plain(bias=bias)
@@ -231,7 +230,7 @@ def _linear_weight_bwd(b: Backward) -> Tensor:
 
 
 def _linear_bias_bwd(b: Backward) -> Tensor:
-    """`grad` summed over the input's dims; the dim of a stack of weights comes before these."""
+    """`grad` summed over the input's batch dims, which come after the dim of a stack of weights."""
     first = b["weight"].ndim - 2 if b["weight"].ndim > 2 else 0
     dims = list(range(first, first + b["input"].ndim - 1))
     return b.ops.sum(b.grad, dims) if dims else b.grad
@@ -263,7 +262,7 @@ OPS = (
         vjp=each(a=_matmul_a_bwd, b=_matmul_b_bwd),
         into=_matmul_into,
         accumulates_wide=True,
-        pieced=True,
+        concat_distributive=True,
         uses_library=True,
         scheduler="expr_eval",
         follows_weight_first=True,
@@ -284,10 +283,10 @@ OPS = (
         _linear_samples,
         nvfuser=_linear_nvfuser,
         vjp=each(input=_linear_input_bwd, weight=_linear_weight_bwd, bias=_linear_bias_bwd),
-        apart=_linear_apart,
+        split_last_operand=_split_bias,
         into=_linear_into,
         accumulates_wide=True,
-        pieced=True,
+        concat_distributive=True,
         uses_library=True,
         scheduler="expr_eval",
         follows_weight_first=True,

@@ -191,7 +191,7 @@ Lowering = Callable[[Emit], "str | tuple[str, ...]"]
 
 
 class Writing(Protocol):
-    """What an op's forms (`distributed`, `apart`, `rounds`) append ops with.
+    """What an op's forms (`distributed`, `split_last_operand`, `ring_schedule`) append ops with.
 
     `rewrites.graph_writer.GraphWriter` is one.
 
@@ -217,8 +217,8 @@ def cast_to(r: Writing, x: TensorRef, dtype: DataType) -> TensorRef:
     return x if r.type(x).dtype is dtype else r.call("cast", x, dtype)
 
 
-# (writing, the call, its operands) -> its results, with the last operand added by another op.
-Apart = Callable[[Writing, "Call", tuple[TensorRef, ...]], "Sequence[TensorRef]"]
+# (writer, call, operands) -> results, with the last operand added by another op.
+SplitLastOperand = Callable[[Writing, "Call", tuple[TensorRef, ...]], "Sequence[TensorRef]"]
 
 
 class BlockOrder(NamedTuple):
@@ -233,7 +233,7 @@ class BlockOrder(NamedTuple):
 DistributedForm = Callable[[Writing, "Call", tuple[TensorRef, ...], int, int], "Sequence[TensorRef] | None"]
 
 
-class Rounds(NamedTuple):
+class RingSchedule(NamedTuple):
     """How ranks compute an op in rounds, between which blocks travel, where the user asks for it.
 
     rule: the factor rule within one round. It says which blocks meet on a rank; over all rounds every rank needs more.
@@ -307,9 +307,9 @@ class OpDef:
     # For which calls there is a distributed form; None for all.
     has_form: Callable[[Call], bool] | None = None
     # How the op is computed in rounds, for operands that are sharded otherwise than `rule` takes them.
-    rounds: Rounds | None = None
-    # The op in two steps: without its last operand, and adding that (a bias: it is added once, and not summed).
-    apart: Apart | None = None
+    ring_schedule: RingSchedule | None = None
+    # The op without its last operand, which another op adds (a bias, which is not part of the terms of a sum).
+    split_last_operand: SplitLastOperand | None = None
     # If the result is a window of the first operand, or the operand one of the result: (by dim the operand's index that
     # is the result's index 0, what fills the rest). If the op only reorders blocks, their order. None for other calls.
     window: Callable[[Call], tuple[tuple[int, ...], Any] | BlockOrder | None] | None = None
@@ -321,7 +321,7 @@ class OpDef:
     accumulates_wide: bool = False
     # Whether the op may be computed on the parts of a dim: its results on these, put together or (for a reduced dim)
     # reduced, are then its result on the whole. A SHAPE parameter must be the result's shape.
-    pieced: bool = False
+    concat_distributive: bool = False
     # Whether the result is a view of the first operand, if that is dense.
     is_view: bool = False
     # Whether the op does nothing where operand and result have the same shape, and is then left out.

@@ -1,6 +1,6 @@
-"""What ops that work element by element are made of: their types, rule, lowerings and samples.
+"""Elementwise ops: type rule, factor rule, lowerings and samples that all of them share.
 
-The ops themselves stand in `functions`, `arithmetic`, `logic` and `casts`.
+The ops are in `functions`, `arithmetic`, `logic` and `casts`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Infer:
 
 
 def pointwise_rule(call: Call) -> Rule:
-    """Every result dim is one pass-through factor, shared by all operands that have the dim."""
+    """One pass-through factor per result dim, shared by all operands that have the dim."""
     builder = RuleBuilder()
     operands, result = pointwise_rule_dims(builder, call.results[0].shape, [t.shape for t in call.types])
     return builder.build(operands, [result])
@@ -82,7 +82,7 @@ def pointwise_rule(call: Call) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class _TemplateEmit:
-    """Fills a template of torch code with the operands, each cast to the type that the op computes in."""
+    """Fills a template of torch code with the operands, each cast to the computation type."""
 
     template: str
     compute: Promotion
@@ -98,7 +98,7 @@ class _TemplateEmit:
 
 
 def _raised(call: Call, wanted: DataType) -> bool:
-    """Whether a number that does not count in promotion would raise torch's result type above `wanted`."""
+    """Whether a number that promotion ignores would raise torch's result type above `wanted`."""
     numbers = [
         arg for param, arg in zip(call.op.params, call.args, strict=True) if param.kind in (K.SCALAR, K.OPTIONAL_SCALAR)
     ]
@@ -115,7 +115,7 @@ def _operand_text(e: Emit, name: str, wanted: DataType) -> str:
 
 
 def _samples(table: Sequence[Param], numbers: Sequence[Any], dtype: DataType) -> Sequence[Sample]:
-    """Samples with all operands alike, one of them broadcast, one a number, and in half precision."""
+    """Samples: operands of one shape, a broadcast operand, a number, half precision."""
     full, thin, flags = (
         TensorType(shape, d) for shape, d in (((6, 8), dtype), ((1, 8), dtype), ((6, 8), DataType.Bool))
     )
@@ -206,7 +206,7 @@ def pointwise(
         partial,
         samples=functools.partial(_samples, table, numbers, dtype),
         nvfuser=nvfuser,
-        pieced=True,
+        concat_distributive=True,
         vjp=vjp,
         domain=domain,
         about=about,

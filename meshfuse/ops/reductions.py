@@ -241,7 +241,7 @@ def _reduction(name: str, about: str, emit: Lowering, partial: Partial, vjp: Vjp
     return OpDef(
         name, more.pop("params", REDUCTION_PARAMS), more.pop("infer", _accumulating_infer),
         lambda call: reduction_rule(call, name), emit, partial, samples=_samples, nvfuser=_nvfuser, vjp=vjp,
-        pieced=True, about=about, **more,
+        concat_distributive=True, about=about, **more,
     )  # fmt: skip
 
 
@@ -257,7 +257,7 @@ OPS = (
     _reduction("sum", "the sum over `dims` (all of them for None); integers and bools are summed as Int",
                _sum_emit, Partial.FIRST, each(arg=_sum_vjp)),
     OpDef("nansum", REDUCTION_PARAMS, _accumulating_infer, lambda call: reduction_rule(call, "sum"), _nansum_emit,
-          samples=_nansum_samples, nvfuser=_nansum_nvfuser, vjp=each(arg=_nansum_vjp), pieced=True,
+          samples=_nansum_samples, nvfuser=_nansum_nvfuser, vjp=each(arg=_nansum_vjp), concat_distributive=True,
           reference=lambda x, dims, keepdim, _: torch.nansum(x, dims, keepdim),
           about="the sum over `dims` of what is not NaN: of data with gaps"),
     _reduction("prod", "the product over `dims`", _prod_emit, Partial.NONE, each(arg=_prod_vjp)),

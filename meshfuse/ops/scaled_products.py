@@ -29,7 +29,7 @@ _SCALED = (
 
 
 def _scaled_results(call: Call, out: tuple[int, ...]) -> tuple[TensorType, ...]:
-    """The types of the product and, where asked for, of its blocks' scales and its global scale."""
+    """The types of the product and of the optional results: its blocks' scales, its global scale."""
     made, block = [TensorType(out, call["dtype"])], call["output_block_scale_size"]
     if block:
         check_positive(call.op.name, "output_block_scale_size", block)
@@ -51,10 +51,7 @@ def _scaled_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _check_scaling(call: Call, out: tuple[int, ...]) -> None:
-    """Raises DefinitionError unless scales, alpha, beta and bias fit.
-
-    (For packed numbers NVIDIA's kernels define that.)
-    """
+    """Raises DefinitionError unless scales, alpha, beta and bias fit. Not for packed numbers."""
     for name, operand in (("scale1", call.types[0]), ("scale2", call.types[1])):
         _check_scale(name, call.type_of(name), operand)
     for name in ("alpha", "beta"):
@@ -65,7 +62,7 @@ def _check_scaling(call: Call, out: tuple[int, ...]) -> None:
 
 
 def _check_scale(name: str, scale: TensorType | None, operand: TensorType) -> None:
-    """Raises DefinitionError unless it is one number, or for each dim one, the dim's size or one per equal block."""
+    """Raises DefinitionError unless it has one number, or per dim one, one per element or one per equal block."""
     assert scale is not None
     one = scale.ndim < 2 and all(n in (1, UNKNOWN) for n in scale.shape)
     blocks = scale.ndim == 2 and all(map(_in_blocks, operand.shape, scale.shape))
@@ -79,7 +76,7 @@ def _in_blocks(n: int, blocks: int) -> bool:
 
 
 def _scaled_rule(call: Call) -> Rule:
-    """m k, k n -> m n. Scales per row or column follow m and n; a dim with a scale per block is whole, and so is k."""
+    """m k, k n -> m n. Scales per row or column follow m and n; k, and a dim with a scale per block, are whole."""
     (a, b), builder = call.types[:2], RuleBuilder()
     if len(call.results) > 1 or not _runs_on_cpu(call):
         return whole_rule(call)
@@ -167,11 +164,11 @@ def _scaled_samples() -> list[Sample]:
     ]
 
 
-# What only NVIDIA's kernels define
+# What only NVIDIA's kernels compute
 
 
 def whole_rule(call: Call) -> Rule:
-    """The rule of an op that needs every dim of every tensor whole."""
+    """The rule of an op that needs all operands whole."""
     builder = RuleBuilder()
     tensors = [tuple(map(builder.blocked, t.shape)) for t in (*call.types, *call.results)]
     return builder.build(tensors[: len(call.types)], tensors[len(call.types) :])
@@ -188,7 +185,7 @@ def _missing_emit(e: Emit) -> str:
 
 @kernel
 def needs_nvidia(op: str) -> torch.Tensor:
-    """Raises: the op works on packed 4-bit numbers and swizzled scales that only NVIDIA's kernels define."""
+    """Raises KernelError: only NVIDIA's kernels read packed 4-bit numbers and swizzled scales."""
     raise user_error(
         f"{op} cannot run here: it needs nvFuser and a GPU with nvfp4 (compute capability 10.0 or later)", "", "",
         "Run the definition with the nvFuser backend on such a GPU, or use matmul or grouped_mm in bfloat16.",
@@ -239,7 +236,7 @@ def _quantize_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _grouped_quantize_infer(call: Call) -> tuple[TensorType, ...]:
-    """As without groups: padding each group's scales to tiles of 128 x 4 is a matter of memory alone."""
+    """As without groups: that each group's scales are padded to tiles of 128 x 4 only affects memory."""
     check_ndim(call.op.name, "the input", call.types[0], 2, 2)
     return _quantize_infer(call)
 

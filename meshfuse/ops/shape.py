@@ -1,4 +1,4 @@
-"""Ops that move or repeat elements along dims: broadcast, expand, squeeze, permute, stride_order."""
+"""Dims that are added, repeated, removed or reordered: broadcast, expand, squeeze, permute, stride_order."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _in_dim_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _expanding_rule(call: Call, places: Sequence[int]) -> Rule:
-    """A result dim shares the factor of the operand dim that feeds it, if the sizes are equal; other dims are free."""
+    """A result dim has the factor of its operand dim if the sizes are equal; other dims are free."""
     builder, shape = RuleBuilder(), call.types[0].shape
     result = builder.dims(call.results[0].shape)
     operand: list[tuple[int, ...]] = [()] * len(shape)
@@ -82,7 +82,7 @@ def _in_dim_emit(e: Emit) -> str:
 
 
 def _in_dim_bwd(b: Backward) -> Tensor:
-    """`grad` summed over the new dims, and over those that were repeated or may have been."""
+    """`grad` summed over the new dims and over those that are, or may be, repeated."""
     x = b["arg"]
     found = _over_known_dims(b)
     return b.ops.sum_to(found, sizes(x)) if -1 in x.type.shape else found
@@ -149,7 +149,7 @@ def _squeeze_emit(e: Emit) -> str:
 
 
 def _squeeze_nvfuser(n: NvfuserEmit) -> Any:
-    """Dims that hold repeated elements (squeeze_expanded) are read at index 0."""
+    """Reads dims of repeated elements (squeeze_expanded) at index 0."""
     tensor, shape = n.operands[0], n.operand_shapes[0]
     dims = _squeezed(n.call)
     ones = [d for d in dims if shape[d] == 1]
@@ -159,7 +159,7 @@ def _squeeze_nvfuser(n: NvfuserEmit) -> Any:
 
 
 def _squeeze_bwd(b: Backward) -> Tensor:
-    """`grad` with the dims put back. Of a dim larger than 1 only the first element was taken: the others get 0."""
+    """`grad` with the dims added again. Of a dim larger than 1 only the first element was read: the others get 0."""
     x = b["arg"]
     given = (b["dims"],) if isinstance(b["dims"], int) else b["dims"]
     dims = {d % x.ndim for d in given}
@@ -217,28 +217,28 @@ _ARG = Param("arg", K.TENSOR)
 OPS = (
     OpDef("broadcast", (_ARG, Param("is_broadcast_dim", K.BOOLS)), _broadcast_infer, _broadcast_rule, reshape_emit,
           Partial.MOVE, samples=lambda: [_sample((4, 6), [False, True, False])], vjp=each(arg=_broadcast_bwd),
-          pieced=True, is_view=True, keeps_elements=True, is_cheap=True,
+          concat_distributive=True, is_view=True, keeps_elements=True, is_cheap=True,
           about="new dims of size 1 where `is_broadcast_dim` is True"),
     OpDef("broadcast_in_dim", (_ARG, Param("shape", K.SHAPE), Param("broadcast_dims", K.INTS)),
           _in_dim_infer, lambda call: _expanding_rule(call, _in_dim_places(call)), _in_dim_emit, Partial.MOVE,
           samples=lambda: [_sample((6,), [4, 6], [1]), _sample((4,), [4, 6, 2], [0]), _sample((1, 6), [4, 6], [0, 1])],
-          nvfuser=with_local_shape("shape"), vjp=each(arg=_in_dim_bwd), pieced=True, is_view=True,
+          nvfuser=with_local_shape("shape"), vjp=each(arg=_in_dim_bwd), concat_distributive=True, is_view=True,
           keeps_elements=True, repeats=_in_dim_places,
           about="to `shape`: dim i of the operand is dim `broadcast_dims[i]` of the result, the others repeat"),
     OpDef("expand", (_ARG, Param("shape", K.SHAPE)), _expand_infer,
           lambda call: _expanding_rule(call, _expand_places(call)), _expand_emit, Partial.MOVE,
           samples=lambda: [_sample((4, 1), [4, 6]), _sample((1, 6), [4, -1])], nvfuser=with_local_shape("shape"),
-          vjp=each(arg=lambda b: sum_to(b, b.grad, b["arg"])), pieced=True, is_view=True,
+          vjp=each(arg=lambda b: sum_to(b, b.grad, b["arg"])), concat_distributive=True, is_view=True,
           keeps_elements=True, repeats=_expand_places,
           about="dims of size 1, and new ones in front, repeated to `shape`; -1 leaves a dim as it is"),
     OpDef("squeeze", (_ARG, Param("dims", K.DIMS), Param("squeeze_expanded", K.BOOL, False)),
           _squeeze_infer, _squeeze_rule, _squeeze_emit, Partial.MOVE, samples=lambda: [_sample((4, 1, 6), [1])],
-          nvfuser=_squeeze_nvfuser, vjp=each(arg=_squeeze_bwd), pieced=True, is_view=True,
+          nvfuser=_squeeze_nvfuser, vjp=each(arg=_squeeze_bwd), concat_distributive=True, is_view=True,
           keeps_elements=True, is_cheap=True,
           about="without `dims`, which have size 1"),
     OpDef("permute", (_ARG, Param("dims", K.INTS)), _permute_infer, _permute_rule, _permute_emit, Partial.MOVE,
           samples=lambda: [_sample((4, 6, 2), [2, 0, 1]), _sample((4, 6), [-1, 0])], vjp=each(arg=_permute_bwd),
-          pieced=True, is_view=True, is_cheap=True,
+          concat_distributive=True, is_view=True, is_cheap=True,
           about="dims in another order: dim i of the result is dim `dims[i]` of the operand"),
     OpDef("stride_order", (_ARG, Param("stride_order", K.INTS)), _stride_order_infer, same_rule, _stride_order_emit,
           Partial.MOVE, samples=lambda: [_sample((4, 6, 2), [0, 2, 1])], vjp=each(arg=lambda b: b.grad),

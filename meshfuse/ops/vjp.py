@@ -123,8 +123,8 @@ def _may_be_repeated(b: Backward, like: Tensor) -> bool:
     """Whether an open dim of an operand may be of size 1 where the result has another size."""
     open_dims = [d - like.ndim for d, n in enumerate(like.type.shape) if n < 0]
     others = [t.type.shape for t in b.arguments.values() if is_tensor(t) and t.id != like.id]
-    told = "shape" in b.arguments
-    return any(told or any(len(shape) >= -d and shape[d] != 1 for shape in others) for d in open_dims)
+    has_shape = "shape" in b.arguments
+    return any(has_shape or any(len(shape) >= -d and shape[d] != 1 for shape in others) for d in open_dims)
 
 
 def _known_sum(b: Backward, grad: Tensor, like: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Windows of dims: their factors, and slice.
 
-Where a dim is cut into, or made of, windows of one size at its multiples (the three parts of a fused q, k, v, the two
-of a gate and up projection), the dim is the product of two factors: which window, and where in it. The second passes
-through, so that a dim sharded inside each window is sliced, padded and joined locally.
+A dim that is cut into windows of one size at multiples of it (a fused q, k, v; a gate and up projection), or made of
+such windows, has two factors: the window's number, and the index in it. The second passes through: a dim that is
+sharded inside each window is sliced, padded and joined locally.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _slice_infer(call: Call) -> tuple[TensorType, ...]:
 WindowIndex = tuple[int, int]
 
 
-# No dim is made of more windows on purpose. Sharded inside each, it would lie in as many runs.
+# A dim that is sharded inside each window lies in as many runs as there are windows.
 _MOST_WINDOWS = 1 << 12
 
 
@@ -71,7 +71,7 @@ def windows_of(whole: int, start: int, size: int) -> WindowIndex | None:
 
 
 def windowed(builder: RuleBuilder, whole: int, start: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The factors of a dim and of a window of it: shared where windows line up, else both are needed whole."""
+    """The factors of a dim and of a window of it: shared if windows line up, else both are blocked."""
     window = windows_of(whole, start, size)
     if window is None:
         return builder.blocked(whole), builder.blocked(size)
@@ -87,7 +87,7 @@ def takes_one_of_each(whole: int, start: int, size: int, step: int) -> bool:
 def _stepped(
     builder: RuleBuilder, whole: int, start: int, size: int, step: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The factors of a dim and of its slice with steps: which step passes through, the place inside is needed whole."""
+    """The factors of a dim and of its slice with steps: the number of the step passes, the place inside is blocked."""
     if not takes_one_of_each(whole, start, size, step):
         return builder.blocked(whole), builder.blocked(size)
     steps = builder.factor(size)
@@ -95,7 +95,7 @@ def _stepped(
 
 
 def _slice_rule(call: Call) -> Rule:
-    """A dim sliced without steps has the factors of its window; one sliced with steps has those of its steps."""
+    """A dim has the factors of its window, or with steps those of its steps."""
     builder, operand, result = RuleBuilder(), [], []
     for n, m, (start, _, step) in zip(call.types[0].shape, call.results[0].shape, slice_bounds(call), strict=True):
         dims = windowed(builder, n, start, m) if step == 1 else _stepped(builder, n, start, m, step)
@@ -113,7 +113,7 @@ def local_bounds(call: Call, local: tuple[int, ...]) -> list[tuple[int, int, int
         window = windows_of(n, start, m) if step == 1 else None
         if window is not None:
             out.append((window[1] * size, (window[1] + 1) * size, 1))
-        elif step > 1:  # a shard begins with a whole step
+        elif step > 1:  # A shard begins with a whole step.
             out.append((start, start + max(size * step - step + 1, 0), step))
         else:
             out.append((start, stop, step))
@@ -121,7 +121,7 @@ def local_bounds(call: Call, local: tuple[int, ...]) -> list[tuple[int, int, int
 
 
 def _has_parts(call: Call) -> bool:
-    """Whether a slice has steps, and some dim is cut otherwise than into whole steps."""
+    """Whether a slice has steps, and some dim is not cut into whole steps."""
     rows = zip(call.types[0].shape, call.results[0].shape, slice_bounds(call), strict=True)
     cut = any(n != m if step == 1 else not takes_one_of_each(n, start, m, step) for n, m, (start, _, step) in rows)
     return cut and not set(call["strides"] or ()) <= {1}
@@ -130,11 +130,11 @@ def _has_parts(call: Call) -> bool:
 def _distributed_slice(
     r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
-    """The slice along `dim` in ordinary ops, of which only a pad and a window move anything.
+    """The slice along `dim` in ordinary ops; only a pad and a window communicate.
 
-    First the steps of the other dims are taken. Then `dim` is moved and padded to whole steps, the same number in each
-    block, and the first element of each step is taken, and of these a window. The pad moves less than a step of each
-    block, the window moves elements of the result.
+    Other dims are sliced first. Then `dim` is shifted and padded to whole steps, the same number in each block; the
+    first element of each step is taken, and a window of these. The pad moves less than a step of each block, the window
+    moves elements of the result.
     """
     bounds, n, m = dict(enumerate(slice_bounds(call))), call.types[0].shape[dim], call.results[0].shape[dim]
     start, _, step = bounds.pop(dim)
@@ -148,14 +148,14 @@ def _distributed_slice(
 
 
 def _part(r: Writing, x: TensorRef, bounds: Mapping[int, tuple[int, int, int]]) -> TensorRef:
-    """A slice of x with these bounds by dim; x itself where that is all of it."""
+    """A slice of x with these bounds by dim; x itself if that is all of it."""
     whole = [(0, n, 1) for n in r.type(x).shape]
     found = [bounds.get(d, bound) for d, bound in enumerate(whole)]
     return x if found == whole else r.call("slice", x, *[list(part) for part in zip(*found, strict=True)])
 
 
 def _firsts(r: Writing, x: TensorRef, dim: int, steps: tuple[int, int, int]) -> TensorRef:
-    """The first element of every step of a dim, which is first cut and padded to whole steps in each block."""
+    """The first element of every step of a dim, after cutting and padding it to whole steps in each block."""
     (start, step, blocks), ndim, n = steps, len(r.type(x).shape), r.type(x).shape[dim]
     inside, whole = start % step, step * max(blocks, 1)
     widths = one_dim_widths(ndim, dim, -inside, -(n - inside) % whole)
@@ -176,7 +176,7 @@ def _slice_emit(e: Emit) -> str:
 
 
 def _slice_nvfuser(n: NvfuserEmit) -> Any:
-    """Bounds are within local sizes. nvFuser has no steps: their indices are looked up."""
+    """nvFuser has no steps: their indices are looked up."""
     tensor = n.operands[0]
     bounds, shape = local_bounds(n.call, n.result_shapes[0]), [*n.operand_shapes[0]]
     for d, (start, stop, step) in enumerate(bounds):
@@ -188,7 +188,7 @@ def _slice_nvfuser(n: NvfuserEmit) -> Any:
 
 
 def _slice_bwd(b: Backward) -> Tensor | WindowGradient:
-    """`grad` at the place that it was cut from, with zeros around it, and between its elements where it has steps."""
+    """`grad` at its place in the operand, with zeros around it and, with steps, between its elements."""
     x, grad = b["arg"], b.grad
     steps = b["strides"] or (1,) * x.ndim
     starts = [_start(b.ops, n, a) for n, a in zip(sizes(x), b["start_indices"], strict=True)]
@@ -203,7 +203,7 @@ def _slice_bwd(b: Backward) -> Tensor | WindowGradient:
 
 
 def _spread(b: Backward, grad: Tensor, dim: int, step: int, inside: int) -> Tensor:
-    """Every element of a dim becomes `step` elements: itself at place `inside` of them, and zeros."""
+    """Every element of a dim becomes `step` elements: itself at place `inside`, and zeros."""
     shape = sizes(grad)
     single = b.ops.broadcast(grad, [d == dim + 1 for d in range(grad.ndim + 1)])
     before, after = ([n if d == dim + 1 else 0 for d in range(grad.ndim + 1)] for n in (inside, step - 1 - inside))
@@ -213,7 +213,7 @@ def _spread(b: Backward, grad: Tensor, dim: int, step: int, inside: int) -> Tens
 
 
 def _start(ops: Any, n: Any, start: Any) -> Any:
-    """Where a slice begins in a dim of size n, counted from the front."""
+    """The first index of a slice of a dim of size n, counted from the front."""
     if isinstance(n, int) and isinstance(start, int):
         return _bound(n, start)
     if isinstance(start, int):

@@ -271,9 +271,10 @@ def _is_elementwise(node: Node) -> bool:
     (made, *more), rule = node.rule.results, node.rule
     read = {dim for dims in rule.operands for dim in dims}
     placed = all(len(dim) == 1 for dim in made) and read <= {*made, ()}
-    kinds = {param.kind for param in node.call.op.params}
     passes = all(factor.kind is FactorKind.PASS for factor in rule.factors)
-    return bool(node.inputs) and not more and placed and passes and node.call.op.pieced and kinds <= {*_NUMBERS}
+    if not node.inputs or more or not placed or not passes:
+        return False
+    return node.call.op.concat_distributive and {param.kind for param in node.call.op.params} <= {*_NUMBERS}
 
 
 def _is_linear(node: Node) -> bool:

@@ -1,4 +1,4 @@
-"""Attention to blocks of columns, and each gradient by itself: what attention's distributed forms are made of."""
+"""Parts of attention's distributed forms: attention to blocks of columns, and each gradient by itself."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _block(call: Call) -> int:
 
 
 def _block_rule(call: Call) -> Rule:
-    """As sdpfa_fwd, but the blocks of columns are a dim of the results, and pass through."""
+    """As sdpfa_fwd, with the blocks of columns as a dim of the results that passes through."""
     blocks, passes = call["blocks"], FactorKind.PASS
     block = _block(call)
     dims = AttentionDims(call, passes, passes, [(blocks, passes), (block, FactorKind.BLOCK)])

@@ -1,4 +1,4 @@
-"""The gradients of attention written out in ops, for what `sdpfa_bwd` does not do, and those of the backward ops."""
+"""Gradients of attention that `sdpfa_bwd` does not compute, and of the backward ops, written out in ops."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class WrittenOut:
         return self.o.cast(x, DataType.Float) if x.dtype.is_reduced_float else x
 
     def _default_scale(self) -> Any:
-        """1 / sqrt(e). For e = 0 the scores are sums of nothing, and any scale will do."""
+        """1 / sqrt(e); 1 for e = 0, where all scores are 0."""
         return self.o.rsqrt(self.o.maximum(sizes(self.q)[-1], 1))
 
     def _grouped(self, x: Tensor) -> Tensor:
         """[.., h, s, n] as [.., h_k, (h / h_k) s, n].
 
-        The number of rows is given: it cannot be inferred from 0 elements.
+        The number of rows cannot be inferred if there are no elements.
         """
         if _as_many_heads(x, self.k):
             return x
@@ -90,12 +90,12 @@ class WrittenOut:
         return self.o.ge(self._per_row(rows), columns)
 
     def _places(self, n: Any) -> Tensor:
-        """The places in the sequence of so many rows or columns."""
+        """The places in the sequence of n rows or columns."""
         found = self.o.iota(n)
         return self.o.reorder_blocks(found, 0, list(self.chunks)) if self.chunks else found
 
     def _slopes(self) -> Tensor:
-        """The factor that makes each score's gradient out of its probability."""
+        """Each score's gradient over its probability."""
         b, o = self.b, self.o
         lse = None if b.grads[1] is None else self._per_row(b.grads[1])
         if b.grad is None:
@@ -111,10 +111,9 @@ def _as_many_heads(x: Tensor, y: Tensor) -> bool:
 
 
 def second_gradients(b: Backward, chunks: Sequence[int] = ()) -> dict[str, Any]:
-    """The gradients of a backward op, by those of what it computes, written out on copies of its operands.
+    """The gradients of a backward op: it is written out on copies of its operands, and that is differentiated.
 
-    The copies cut off what the operands are made of, which has gradients of its own: the output and the log-sum-exp
-    depend on q, k and v.
+    The output and the log-sum-exp depend on q, k and v; the copies keep gradients from flowing on into them.
     """
     names = ["query", "key", "value", "output", "logsumexp", "grad_output"]
     last = "grad_logsumexp" if b.arguments.get("grad_logsumexp") is not None else None
@@ -124,6 +123,6 @@ def second_gradients(b: Backward, chunks: Sequence[int] = ()) -> dict[str, Any]:
     grads = copies["grad_output"], copies[last] if last else None
     used = Backward(b.name, b.ops, copies | options, saved, grads, {copies[name].id for name in names[:3]})
     made = WrittenOut(used, chunks).gradients()
-    asked = [(made[name], grad) for name, grad in zip(names, b.grads, strict=False) if grad is not None]
-    found = b.ops.gradients([y for y, _ in asked], list(copies.values()), [grad for _, grad in asked])
+    pairs = [(made[name], grad) for name, grad in zip(names, b.grads, strict=False) if grad is not None]
+    found = b.ops.gradients([y for y, _ in pairs], list(copies.values()), [grad for _, grad in pairs])
     return dict(zip(copies, found, strict=True))

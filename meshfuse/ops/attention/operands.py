@@ -67,7 +67,7 @@ def statistic_dtype(dtype: DataType) -> DataType:
 
 
 def _check_added(name: str, what: str, t: TensorType, scores: Sequence[int]) -> None:
-    """Raises DefinitionError unless what is added to the scores broadcasts to them."""
+    """Raises DefinitionError unless a bias or mask broadcasts to the scores."""
     if not broadcasts_to(t.shape, scores):
         raise user_error(
             f"{name}: {what}", str(t), f"a shape that broadcasts to {list(scores)}", "Broadcast or reshape it."
@@ -75,7 +75,7 @@ def _check_added(name: str, what: str, t: TensorType, scores: Sequence[int]) -> 
 
 
 def _check_state(call: Call) -> None:
-    """Raises DefinitionError for a random state of a wrong form; without dropout any form will do."""
+    """Raises DefinitionError for a random state of the wrong shape. Without dropout it is not checked."""
     for what, wanted in zip(("philox_seed", "philox_offset"), STATE, strict=True):
         if (t := call.type_of(what)) is not None:
             _check_shape(call.op.name, what, t, wanted.shape)
@@ -102,8 +102,7 @@ class AttentionDims:
     """The factors of attention's dims: lead* (kv heads, group) rows, columns (major to minor), inner and value.
 
     A group of consecutive heads of q shares one head of k and v. `columns` are the sizes and kinds of the factors of
-    k's and v's rows. In a ring the rows of q and those of k and v lie in so many blocks, which are the most major
-    factor of both.
+    k's and v's rows. `ring`: the number of blocks of rows, the most major factor of q's rows and of k's and v's.
     """
 
     def __init__(
@@ -158,7 +157,7 @@ def operands_text(e: Emit) -> list[str]:
 
 
 def options_text(e: Emit) -> list[str]:
-    """Texts of dropout, and of whether the mask is causal."""
+    """Texts of dropout_p and is_causal."""
     return [str(None) if e.call[name] is None else e.scalar(name) for name in ("dropout_p", "is_causal")]
 
 
@@ -168,7 +167,7 @@ def scale_text(e: Emit) -> str:
 
 
 def score_flops(call: Call, products: int) -> float:
-    """Operations of so many matrix products of the scores' size."""
+    """Operations of this many matrix products of the scores' size."""
     q, k, v = checked_types(call)
     return 2.0 * products * math.prod(q.shape[:-1]) * k.shape[-2] * v.shape[-1]
 
@@ -185,5 +184,5 @@ def qkv_types(q: tuple[int, ...], kv: tuple[int, ...]) -> tuple[TensorType, ...]
 
 
 def drops(call: Call) -> bool:
-    """`draws` of attention: whether it has dropout, which may depend on a scalar of the call."""
+    """`draws` of attention: whether it may have dropout."""
     return call["dropout_p"] not in (None, 0)

@@ -11,7 +11,7 @@ from ...dtypes import DataType
 from ...errors import user_error
 from ...kernels.table import kernel
 from ...sharding.layout import Runs
-from ..opdef import Call, Emit, OpDef, Rounds, Sample
+from ..opdef import Call, Emit, OpDef, RingSchedule, Sample
 from ..rules import FactorKind, Rule
 from ..shape_arithmetic import UNKNOWN
 from ..values import Param, ParamKind, TensorType
@@ -66,7 +66,7 @@ def _rows_kind(call: Call) -> FactorKind:
 
 
 def _rule(call: Call) -> Rule:
-    """As of sdpfa_fwd where the op is not in a ring; in zig-zag order the rows are needed whole, to be sorted first."""
+    """As of sdpfa_fwd, outside of a ring. Rows in zig-zag order are blocked: they are sorted first."""
     dims = AttentionDims(
         call, FactorKind.PASS, _rows_kind(call), [(checked_types(call)[1].shape[-2], FactorKind.BLOCK)]
     )
@@ -106,7 +106,7 @@ def ring_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, log-sum-exp) on a rank that has all columns.
 
-    With `chunks` it also has all rows, as so many chunks in zig-zag order; else in the order of the sequence.
+    chunks: 0, or the number of chunks of the rows, which are then all here, in zig-zag order.
     """
     options = options_of(q, 0.0, is_causal, scale)
     q, k, v = (_in_sequence(x, chunks) for x in (q, k, v))
@@ -115,10 +115,7 @@ def ring_attention(
 
 
 def _in_sequence(x: torch.Tensor, chunks: int, dim: int = -2) -> torch.Tensor:
-    """Put chunks that are in zig-zag order (first, last, second, ...) into the order of the sequence.
-
-    0: leave all as it is.
-    """
+    """Puts chunks in zig-zag order (first, last, second, ...) into the order of the sequence; 0: the tensor itself."""
     if not chunks:
         return x
     parts = x.chunk(chunks, dim)
@@ -150,13 +147,13 @@ def _bwd_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _bwd_rule(call: Call) -> Rule:
-    """Batch and heads of k and v pass through; rows, columns and a group's heads are needed whole."""
+    """Batch and heads of k and v pass through; rows, columns and a group's heads are blocked."""
     columns = (checked_types(call)[1].shape[-2], FactorKind.BLOCK)
     return _bwd_dims(call, AttentionDims(call, FactorKind.BLOCK, FactorKind.BLOCK, [columns]))
 
 
 def _bwd_round_rule(call: Call) -> Rule:
-    """Heads of a group may be apart: gradients of k and v are unreduced then, until they are home."""
+    """Heads of a group may lie on several ranks: gradients of k and v are partial until they are home."""
     blocks = _column_blocks(call)
     return _bwd_dims(call, AttentionDims(call, FactorKind.PASS, FactorKind.BLOCK, blocks, call["ring"]))
 
@@ -233,12 +230,13 @@ _OPTIONS = (
 )
 OPS = (
     OpDef("ring_attention", (*QKV, *_OPTIONS), _infer, _rule, _emit, flops=lambda call: score_flops(call, 2),
-          samples=_samples, nvfuser=_NOT_NATIVE, vjp=_fwd_vjp, rounds=Rounds(_round_rule, attention_rounds),
+          samples=_samples, nvfuser=_NOT_NATIVE, vjp=_fwd_vjp,
+          ring_schedule=RingSchedule(_round_rule, attention_rounds),
           about="attention in rounds: blocks of keys and values travel through a ring of ranks"),
     OpDef("ring_attention_bwd",
           (Param("grad_output", K.TENSOR), *QKV, Param("output", K.TENSOR), Param("logsumexp", K.TENSOR), *_OPTIONS,
            Param("grad_logsumexp", K.OPTIONAL_TENSOR, None)),
           _bwd_infer, _bwd_rule, _bwd_emit, flops=lambda call: score_flops(call, 5), samples=_bwd_samples,
-          nvfuser=_NOT_NATIVE, vjp=_bwd_vjp, rounds=Rounds(_bwd_round_rule, gradient_rounds),
+          nvfuser=_NOT_NATIVE, vjp=_bwd_vjp, ring_schedule=RingSchedule(_bwd_round_rule, gradient_rounds),
           about="the gradients of `ring_attention` by query, key and value"),
 )  # fmt: skip

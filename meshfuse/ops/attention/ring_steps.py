@@ -1,4 +1,4 @@
-"""What the rounds of attention in a ring are written with: picks of blocks, and the merge of two attentions."""
+"""Steps of attention in a ring: picks of blocks, and the merge of two attentions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _picked(e: Emit | NvfuserEmit) -> list[tuple[str, int, int]]:
 
 
 def _pick_emit(e: Emit) -> str:
-    """Text of the parts joined. A rank with blocks on one side only needs no more than the operand's name."""
+    """Text of the joined parts; the operand's name on a rank with blocks on one side only."""
     size, tensor, parts = e.result_shapes[0][0], e.operands[0], []
     for name, start, stop in _picked(e):
         some, given = f".narrow(0, {start}, {stop - start})" if (start, stop) != (0, size) else "", e.operand(name)

@@ -1,7 +1,7 @@
 """Scaled dot product attention: sdpfa_fwd and sdpfa_bwd.
 
-q is [b, h, s, e] or, as nvFuser has it after sharding heads by hand, [d, b, h, s, e]; k and v may have fewer
-heads (grouped-query attention): each head of theirs then serves as many consecutive heads of q.
+q is [b, h, s, e] or, with heads sharded by hand in nvFuser, [d, b, h, s, e]. k and v may have fewer heads
+(grouped-query attention): consecutive heads of q then share one of theirs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _fwd_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _fwd_rule(call: Call) -> Rule:
-    """Batch, heads and rows pass through; keys, values and the embedding are needed whole."""
+    """Batch, heads and rows pass through; keys, values and the embedding are blocked."""
     columns = (checked_types(call)[1].shape[-2], FactorKind.BLOCK)
     dims = AttentionDims(call, FactorKind.PASS, FactorKind.PASS, [columns])
     operands = [dims.q, dims.k, dims.v, *dims.added(call)]
@@ -88,17 +88,14 @@ def sdpfa_fwd(
     place: tuple[Sequence[Runs], Sequence[int]],
     stream: tuple[int, ...],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(output, log-sum-exp, seed [2], offset []): the last two let the backward pass drop the same."""
+    """(output, log-sum-exp, seed [2], offset []): with the last two the backward pass drops the same."""
     options = options_of(q, dropout_p, is_causal, scale)
     out, logsumexp = attend(q, k, v, bias, mask, options, ScoreBlock(*place), stream)
     return out.to(q.dtype), statistic(logsumexp, q), *state_tensors(stream, q.device)
 
 
 def _fwd_nvfuser(n: NvfuserEmit) -> Any:
-    """A bias or mask gets the scores' number of dims.
-
-    A causal mask needs all rows, as nvFuser counts from the first.
-    """
+    """A bias or mask gets the scores' number of dims. A causal mask needs all rows: nvFuser counts from the first."""
     _check_nvfuser(n)
     if n.call["is_causal"] not in (None, False) and not is_whole(n, 0, len(n.operand_shapes[0]) - 2):
         raise ToTorch("the causal mask of some of the rows")
@@ -129,7 +126,7 @@ def _as_scores(n: NvfuserEmit, name: str) -> Any:
 
 
 def _fwd_vjp(b: Backward) -> dict[str, Any]:
-    """By `sdpfa_bwd` where only the output has a gradient and there is no bias or mask; else written out."""
+    """`sdpfa_bwd` if only the output has a gradient and there is no bias or mask; else written out."""
     if any(b[name] is not None for name in ("bias", "mask")) or b.grads[1] is not None:
         return WrittenOut(b).gradients()
     out, lse, seed, offset = b.results
@@ -192,11 +189,11 @@ def _fwd_samples() -> list[Sample]:
 
 
 def _bwd_rule(call: Call) -> Rule:
-    """Batch and heads of k and v pass through; rows, columns and a group's heads do for one gradient or another.
+    """Batch and heads of k and v pass through; rows, columns and a group's heads do for some gradients.
 
     Rows and a group's heads pass through to the gradient of q, which sums over columns. Columns pass through to the
-    gradients of k and v, which sum over rows and a group's heads. That is because the saved log-sum-exp makes every
-    score independent (Dao 2023, FlashAttention-2).
+    gradients of k and v, which sum over rows and a group's heads: given the log-sum-exp, scores are independent (Dao
+    2023, FlashAttention-2).
     """
     return backward_rule(call, FactorKind.REDUCE, FactorKind.REDUCE, FactorKind.REDUCE, "qkv")
 

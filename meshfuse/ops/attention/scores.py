@@ -1,4 +1,4 @@
-"""What the kernels of attention are made of: scores, masks, dropout, and the gradients of the scores.
+"""Parts of attention's kernels: scores, masks, dropout, and the gradients of the scores.
 
 Tensors are [*b, h, s, e] (q) and [*b, h / g, s, e] (k and v): g consecutive heads of q share one head of k and v. The
 saved log-sum-exp stands for the probabilities in the backward pass as in FlashAttention (Dao et al. 2022).
@@ -97,7 +97,7 @@ def _is_addend(q: torch.Tensor, bias: Any, mask: Any, options: Options) -> bool:
 
 
 def _addend(q: torch.Tensor, bias: Any, mask: Any) -> torch.Tensor | None:
-    """Bias and mask as one, rounded when they are added, as nvFuser's are."""
+    """Bias and mask as one tensor, added in q's type as in nvFuser."""
     if bias is None and mask is None:
         return None
     total = q.new_zeros(()) if bias is None else bias.to(q.dtype)
@@ -129,7 +129,7 @@ def attend(
 
 
 def statistic(logsumexp: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """The log-sum-exp as the op gives it: in float64 if q is that, as every gradient is made of it."""
+    """The log-sum-exp in the op's result type: float64 if q is, else float32."""
     return logsumexp.double() if q.dtype == torch.float64 else logsumexp.float()
 
 
