@@ -255,7 +255,7 @@ def _seen_of(node: Node, operand: int, seen: Bounds) -> Bounds:
 
 def _pad_of(node: Node) -> Padded | None:
     """The pad that a node is, if it cuts nothing off."""
-    window = own_window(node) if node.name == "pad" else None
+    window = own_window(node) if not node.call.op.is_view else None
     if window is None or window[1] is None or min(map(min, pad_widths(node.call).values())) < 0:
         return None
     return Padded(TensorRef(node.inputs[0]), tuple(node.call["pad_widths"]), window[1])
