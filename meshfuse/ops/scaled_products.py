@@ -13,7 +13,7 @@ from ..kernels.table import kernel
 from .opdef import Call, Emit, NvfuserEmit, OpDef, Sample
 from .promotion import dtype_text
 from .rules import DimFactors, Rule, RuleBuilder
-from .shape_arithmetic import UNKNOWN, broadcasts_to, check_ndim, check_positive, check_same_size
+from .shape_arithmetic import UNKNOWN, aligned_dims, broadcasts_to, check_ndim, check_positive, check_same_size
 from .values import Param, ParamKind, TensorType
 
 K = ParamKind
@@ -81,29 +81,25 @@ def _scaled_rule(call: Call) -> Rule:
     if len(call.results) > 1 or not _runs_on_cpu(call):
         return whole_rule(call)
     inner = builder.blocked(a.shape[1])
-
-    def outer(scale: TensorType, dim: int, n: int) -> tuple[int, ...]:
-        """A dim's factor: whole where the scale has one number for a block of it."""
-        return builder.blocked(n) if scale.ndim == 2 and scale.shape[dim] not in (1, n) else builder.factor(n)
-
-    rows, columns = outer(call.types[2], 0, a.shape[0]), outer(call.types[3], 1, b.shape[1])
-    out = ((a.shape[0], rows), (b.shape[1], columns))
-
-    def scale(t: TensorType, dim: int) -> DimFactors:
-        n, factor = out[dim]
-        return tuple(
-            factor if d == dim and size == n and t.ndim == 2 else builder.blocked(size)
-            for d, size in enumerate(t.shape)
-        )
-
-    def other(name: str, t: TensorType) -> DimFactors:
-        ends = out[2 - t.ndim :] if name == "bias" else [(0, ())] * t.ndim
-        return tuple(factor if size == n else () for size, (n, factor) in zip(t.shape, ends, strict=True))
-
-    scales = [scale(call.types[2], 0), scale(call.types[3], 1)]
+    scales, shape = call.types[2:4], (a.shape[0], b.shape[1])
+    out = tuple(_outer(builder, scales[dim], dim, n) for dim, n in enumerate(shape))
+    scale_dims = [_scale_dims(builder, scales[dim], dim, shape[dim], out[dim]) for dim in range(2)]
     given = [(name, t) for name in ("alpha", "bias", "beta") if (t := call.type_of(name)) is not None]
-    others = [other(name, t) for name, t in given]
-    return builder.build([(rows, inner), (inner, columns), *scales, *others], [(rows, columns)])
+    others = [aligned_dims(t.shape, shape, out) if name == "bias" else ((),) * t.ndim for name, t in given]
+    return builder.build([(out[0], inner), (inner, out[1]), *scale_dims, *others], [out])
+
+
+def _outer(builder: RuleBuilder, scale: TensorType, dim: int, n: int) -> tuple[int, ...]:
+    """The factor of a dim of the result: blocked if the scale has one number per block of it."""
+    return builder.blocked(n) if scale.ndim == 2 and scale.shape[dim] not in (1, n) else builder.factor(n)
+
+
+def _scale_dims(builder: RuleBuilder, scale: TensorType, dim: int, n: int, factor: tuple[int, ...]) -> DimFactors:
+    """The factors of a scale, which has the result's factor in `dim` if it has a number for each of its n elements."""
+    return tuple(
+        factor if d == dim and size == n and scale.ndim == 2 else builder.blocked(size)
+        for d, size in enumerate(scale.shape)
+    )
 
 
 def _packed(call: Call) -> bool:

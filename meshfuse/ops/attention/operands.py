@@ -49,16 +49,21 @@ def checked_types(call: Call) -> tuple[TensorType, TensorType, TensorType]:
         check_same_size(name, f"key's and value's dim {d}", k.shape[d], v.shape[d])
     check_same_size(name, "query's and key's last dims", q.shape[-1], k.shape[-1])
     _check_heads(name, q, k)
-    for what in ("bias", "mask"):
-        if what in call.op.places and (t := call.type_of(what)) is not None:
-            _check_added(name, what, t, (*q.shape[:-1], k.shape[-2]))
-    out = (*q.shape[:-1], v.shape[-1])
-    for what, shape in (("grad_output", out), ("output", out), ("logsumexp", out[:-1]), ("grad_logsumexp", out[:-1])):
-        if what in call.op.places and (t := call.type_of(what)) is not None:
-            _check_shape(name, what, t, shape)
-    if "philox_seed" in call.op.places and call["dropout_p"] not in (None, 0):
-        _check_state(call)
+    _check_others(call, (*q.shape[:-1], k.shape[-2]), (*q.shape[:-1], v.shape[-1]))
     return q, k, v
+
+
+def _check_others(call: Call, scores: tuple[int, ...], out: tuple[int, ...]) -> None:
+    """Raises DefinitionError unless the other operands fit these shapes of the scores and the output."""
+    given = {name: t for name in call.op.places if (t := call.type_of(name)) is not None}
+    for name in ("bias", "mask"):
+        if name in given:
+            _check_added(call.op.name, name, given[name], scores)
+    for name, shape in (("grad_output", out), ("output", out), ("logsumexp", out[:-1]), ("grad_logsumexp", out[:-1])):
+        if name in given:
+            _check_shape(call.op.name, name, given[name], shape)
+    if "philox_seed" in given and call["dropout_p"] not in (None, 0):
+        _check_state(call)
 
 
 def statistic_dtype(dtype: DataType) -> DataType:
