@@ -195,9 +195,9 @@ class Writing(Protocol):
 
     `rewrites.graph_writer.GraphWriter` is one.
 
-    operand: the place of the operand that has the sharded dim which a distributed form is for.
-    pieces: the number of equal pieces of that dim with which each lies on one rank: its blocks, unless a rank has
-        several blocks that are not adjacent.
+    operand: the place of the operand with the sharded dim that a distributed form is for.
+    pieces: the number of equal pieces of that dim that each lie on one rank: its blocks, unless a rank has several
+        blocks that are not adjacent.
     """
 
     operand: int
