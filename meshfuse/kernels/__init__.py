@@ -8,7 +8,7 @@ The kernel of an op stands in the op's family (`ops/`), marked with `@kernel`; h
 from .indices import checked, checked_place, grid
 from .indices import global_index as positions
 from .random import normal, uniform
-from .reductions import combine, fold, neutral, tensor_like
-from .strides import in_stride_order
+from .reductions import combine, fold, neutral
 from .table import kernel
+from .tensors import in_stride_order, tensor_like
 from .user_functions import as_told, settled, watched

@@ -8,15 +8,6 @@ from typing import Any
 import torch
 
 
-def tensor_like(value: Any, like: Any) -> torch.Tensor:
-    """A number as a tensor that promotes with `like` as the number would; a tensor as it is."""
-    if isinstance(value, torch.Tensor):
-        return value
-    dtype = like.dtype if isinstance(like, torch.Tensor) else None
-    device = like.device if isinstance(like, torch.Tensor) else "cpu"
-    return torch.tensor(value, dtype=dtype, device=device)
-
-
 def lowest(dtype: torch.dtype) -> Any:
     """The least number of a type."""
     if dtype == torch.bool:

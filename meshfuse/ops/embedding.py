@@ -18,7 +18,7 @@ from ..kernels.table import kernel
 from ..sharding.layout import Runs
 from .indexing import checked_index, holds_all, index_select
 from .nvfuser_lowering import is_whole, nvfuser_places, zero_where_not, zeros
-from .opdef import Call, Emit, NvfuserEmit, OpDef, Sample, ToTorch, picked
+from .opdef import Call, Emit, NvfuserEmit, OpDef, Sample, ToTorch, flops_of_lookup
 from .rules import Rule, RuleBuilder
 from .shape_arithmetic import UNKNOWN, check_index, check_ndim
 from .values import Param, ParamKind, ScalarRef, TensorType
@@ -146,7 +146,7 @@ OPS = (
         _infer,
         _rule,
         _emit,
-        flops=picked,
+        flops=flops_of_lookup,
         samples=_samples,
         nvfuser=_nvfuser,
         vjp=each(weight=_weight_vjp),

@@ -18,7 +18,7 @@ from ..errors import user_error
 from ..kernels.indices import Runs, global_index, local_place, local_places
 from ..kernels.table import kernel
 from .nvfuser_lowering import along, is_whole, nvfuser_index, nvfuser_places, zero_where_not, zeros
-from .opdef import Call, Emit, NvfuserEmit, OpDef, Partial, Sample, ToTorch, Writing, picked
+from .opdef import Call, Emit, NvfuserEmit, OpDef, Partial, Sample, ToTorch, Writing, flops_of_lookup
 from .rules import FactorKind, Rule, RuleBuilder
 from .shape_arithmetic import (
     UNKNOWN,
@@ -347,7 +347,7 @@ OPS = (
         _take_rule,
         _take_emit,
         Partial.FIRST,
-        picked,
+        flops_of_lookup,
         samples=lambda: [*_take_samples(), _lookup(_t(6, 8), (1, 3), 1, 0, 7, 3)],
         nvfuser=_take_nvfuser,
         vjp=each(arg=_take_vjp),
@@ -360,7 +360,7 @@ OPS = (
         _gather_rule,
         _gather_emit,
         Partial.FIRST,
-        picked,
+        flops_of_lookup,
         samples=lambda: [*_take_samples()[::2], _lookup(_t(6, 8), (4, 3), 1, 0, 7, 3, 5, 2)],
         nvfuser=_gather_nvfuser,
         vjp=each(arg=_gather_vjp),
@@ -373,7 +373,7 @@ OPS = (
         _index_select_rule,
         _index_select_emit,
         Partial.FIRST,
-        picked,
+        flops_of_lookup,
         samples=lambda: [_lookup(_t(6, 8), (5,), 1, 7, 0, 3, 3, 6), _lookup(_t(6, 8), (), 0, 4)],
         nvfuser=_index_select_nvfuser,
         vjp=each(arg=_index_select_vjp),

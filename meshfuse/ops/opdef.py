@@ -195,9 +195,9 @@ class Writing(Protocol):
 
     `rewrites.graph_writer.GraphWriter` is one.
 
-    `operand` is the place of the operand that a distributed form is asked for. `pieces`: in how many equal ones the
-    sharded dim is cut, so that each lies on one rank. These are its blocks, unless a rank has several that are not
-    neighbours.
+    operand: the place of the operand with the sharded dim that a distributed form is for.
+    pieces: the number of equal pieces of that dim that each lie on one rank: its blocks, unless a rank has several
+        blocks that are not adjacent.
     """
 
     operand: int
@@ -228,17 +228,17 @@ class BlockOrder(NamedTuple):
     order: tuple[int, ...]
 
 
-# (writing, the call, its operands, a sharded dim of one of them that the op needs whole, in how many blocks it
-# lies over ranks, 0 where it does not lie in blocks) -> its results, or None where it has no such form for this call.
+# (writer, call, operands, a sharded dim that the op needs whole, the number of its blocks over ranks or 0 if it is not
+# in blocks) -> results, or None if the call has no distributed form.
 DistributedForm = Callable[[Writing, "Call", tuple[TensorRef, ...], int, int], "Sequence[TensorRef] | None"]
 
 
 class RingSchedule(NamedTuple):
-    """How ranks compute an op in rounds, between which blocks travel, where the user asks for it.
+    """How ranks compute an op in rounds, between which blocks travel, if the user wants that.
 
-    rule: the factor rule within one round. It says which blocks meet on a rank; over all rounds every rank needs more.
-    write: (writing, the call, its operands) -> its results, in ordinary ops: those of each round, local where its
-        operands are, and the block orders (`BlockOrder`) by which blocks travel.
+    rule: the factor rule within one round: which blocks meet on a rank.
+    write: (writer, call, operands) -> results, in ordinary ops: those of each round, local to their operands, and block
+        orders (`BlockOrder`) by which blocks travel.
     """
 
     rule: Callable[[Call], Rule]
@@ -251,8 +251,8 @@ def _elementwise_flops(call: Call) -> float:
     return float(max((t.numel for t in (*call.results, *call.types)), default=0))
 
 
-def picked(call: Call) -> float:
-    """`flops` of an op that reads only as many elements of its operands as it makes, however large they are."""
+def flops_of_lookup(call: Call) -> float:
+    """`flops` of an op that reads as many elements as its results have, however large its operands are."""
     return float(sum([made.numel for made in call.results]))
 
 
@@ -310,8 +310,8 @@ class OpDef:
     ring_schedule: RingSchedule | None = None
     # The op without its last operand, which another op adds (a bias, which is not part of the terms of a sum).
     split_last_operand: SplitLastOperand | None = None
-    # If the result is a window of the first operand, or the operand one of the result: (by dim the operand's index that
-    # is the result's index 0, what fills the rest). If the op only reorders blocks, their order. None for other calls.
+    # For a result that is a window of the first operand, or of which that is a window: (by dim the operand's index at
+    # the result's index 0, the fill of the rest). For an op that reorders blocks: their order. None for other calls.
     window: Callable[[Call], tuple[tuple[int, ...], Any] | BlockOrder | None] | None = None
     # Its gradients in ops of the table; None where it has no derivative.
     vjp: Vjp | None = None

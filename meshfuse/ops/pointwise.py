@@ -14,7 +14,7 @@ import torch
 
 from ..dtypes import Category, DataType, scalar_dtype
 from ..errors import DtypeError, user_error
-from ..kernels.reductions import tensor_like
+from ..kernels.tensors import tensor_like
 from .nvfuser_lowering import cast
 from .opdef import Call, Emit, NvfuserEmit, OpDef, Partial, Sample
 from .promotion import (

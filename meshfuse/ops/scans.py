@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..dtypes import Category, DataType
-from ..kernels.reductions import tensor_like
 from ..kernels.table import kernel
+from ..kernels.tensors import tensor_like
 from .nvfuser_lowering import cast, of_category
 from .opdef import Call, Emit, NvfuserEmit, OpDef, Partial, Sample, Writing, cast_to
 from .promotion import widen
