@@ -100,7 +100,7 @@ OPS = (
     _test("logical_not", "whether x is 0"),
     binary("logical_and", "whether neither is 0", "K.logical_and({a}, {b})", predicate, nvfuser=_logical_nvfuser),
     binary("logical_or", "whether one is not 0", "K.logical_or({a}, {b})", predicate, nvfuser=_logical_nvfuser),
-    unary("bitwise_not", "`~x`", promotion=promoted, dtype=_INT, accepts=_BITS),
+    unary("bitwise_not", "`~x`", promotion=promoted, dtype=_INT, accepts=_BITS, jumps=True),
     binary("bitwise_and", "`a & b`", "({a} & {b})", dtype=_INT, accepts=_BITS),
     binary("bitwise_or", "a or b, bit by bit; Python's bar as well", "({a} | {b})", dtype=_INT, accepts=_BITS),
     binary("bitwise_xor", "`a ^ b`", "({a} ^ {b})", dtype=_INT, accepts=_BITS),

@@ -342,6 +342,8 @@ class OpDef:
     laid_out_like: tuple[int, ...] = ()
     # The same in torch, on whole tensors and the op's other arguments: tests compare the lowering with it in float64.
     reference: Callable[..., Any] | None = None
+    # Whether its value jumps: only exactly equal operands give equal results, so tests give it numbers that are exact.
+    jumps: bool = False
     # The open interval from which tests draw real operands.
     domain: tuple[float, float] | None = None
     # A Python function that the emitted text calls as OP.name.

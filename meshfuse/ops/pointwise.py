@@ -186,6 +186,7 @@ def pointwise(
     nvfuser: Callable[[NvfuserEmit], Any] = nvfuser_arithmetic,
     vjp: Vjp | None = None,
     domain: tuple[float, float] | None = None,
+    jumps: bool = False,
 ) -> OpDef:
     """A pointwise op. Its last parameters, one for each of `numbers` (their values in samples), take no tensor.
 
@@ -209,6 +210,7 @@ def pointwise(
         concat_distributive=True,
         vjp=vjp,
         domain=domain,
+        jumps=jumps or promotion is predicate,
         about=about,
     )
 
