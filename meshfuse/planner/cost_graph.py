@@ -1,52 +1,148 @@
-"""A problem of many choices: every variable takes one label, at a cost, and every pair of labels of two variables costs.
+"""A problem of many choices: every variable takes one label, at a cost, and neighbours' labels cost together.
 
 The planner's variables are the placements of ops and the copies of tensors (`planner.program`); here they are numbers.
+What neighbours' labels cost depends on few things about them, such as the sharding of one tensor: an edge knows what, so
+that passing costs along it takes far less work than its table of all pairs has cells.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
-Costs = np.ndarray  # of float64: [labels], or [labels of one variable, labels of another]
-# What no plan may cost: labels that do not go together. It can be added up without losing what small costs differ by.
-FORBIDDEN = 1e6
+Costs = np.ndarray  # float64
+Numbers = np.ndarray  # of labels, or of what they have in common
+
+
+class Classes:
+    """Labels by what they have in common: `of[label]` is a label's class."""
+
+    __slots__ = ("_order", "_present", "_starts", "count", "of")
+
+    def __init__(self, of: Numbers, count: int):
+        self.of, self.count = of, count
+        self._order = np.argsort(of, kind="stable")
+        self._present, self._starts = np.unique(of[self._order], return_index=True)
+
+    def least(self, values: Costs) -> Costs:
+        """By class the least value of its labels; inf for a class without labels."""
+        out = np.full(self.count, np.inf)
+        out[self._present] = np.minimum.reduceat(values[self._order], self._starts)
+        return out
+
+    def only(self, labels: Numbers) -> Classes:
+        """The classes of some of the labels."""
+        return Classes(self.of[labels], self.count)
+
+
+class Edge(Protocol):
+    """What the labels of two variables cost together; `sides` are their numbers."""
+
+    @property
+    def sides(self) -> tuple[int, int]: ...
+
+    def passed(self, values: Costs, back: bool) -> Costs:
+        """For each label of the second side the least of (value of a label of the first + what both cost); or back."""
+        ...
+
+    def only(self, first: Numbers, second: Numbers) -> Edge:
+        """The same for some of the labels of both sides."""
+        ...
+
+    def table(self) -> Costs:
+        """What all pairs cost: [labels of the first side, labels of the second]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Costs by the classes of both sides' labels: `costs` is [classes of the first, classes of the second]."""
+
+    sides: tuple[int, int]
+    costs: Costs
+    first: Classes
+    second: Classes
+
+    def passed(self, values: Costs, back: bool) -> Costs:
+        if back:
+            return (self.costs + self.second.least(values)).min(1)[self.first.of]
+        return (self.costs + self.first.least(values)[:, None]).min(0)[self.second.of]
+
+    def only(self, first: Numbers, second: Numbers) -> Between:
+        return Between(self.sides, self.costs, self.first.only(first), self.second.only(second))
+
+    def table(self) -> Costs:
+        return self.costs[self.first.of][:, self.second.of]
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """The labels of both sides must be of the same class; `penalty` where they are not."""
+
+    sides: tuple[int, int]
+    first: Classes
+    second: Classes
+    penalty: float
+
+    def passed(self, values: Costs, back: bool) -> Costs:
+        given, other = (self.second, self.first) if back else (self.first, self.second)
+        return np.minimum(given.least(values), values.min() + self.penalty)[other.of]
+
+    def only(self, first: Numbers, second: Numbers) -> Same:
+        return Same(self.sides, self.first.only(first), self.second.only(second), self.penalty)
+
+    def table(self) -> Costs:
+        return np.where(self.first.of[:, None] == self.second.of[None, :], 0.0, self.penalty)
+
+
+@dataclass(frozen=True, slots=True)
+class FromEither:
+    """A label of the first side has two sources, and one of the second takes the cheaper one.
+
+    `costs[k]` is [classes of source k, classes of the second side], `sources[k]` the first side's labels by source k.
+    """
+
+    sides: tuple[int, int]
+    costs: tuple[Costs, Costs]
+    sources: tuple[Classes, Classes]
+    second: Classes
+
+    def passed(self, values: Costs, back: bool) -> Costs:
+        if back:
+            wanted = self.second.least(values)
+            ways = [(costs + wanted).min(1)[source.of] for costs, source in zip(self.costs, self.sources, strict=True)]
+            return np.minimum(*ways)
+        ways = [(costs + source.least(values)[:, None]).min(0)
+                for costs, source in zip(self.costs, self.sources, strict=True)]  # fmt: skip
+        return np.minimum(*ways)[self.second.of]
+
+    def only(self, first: Numbers, second: Numbers) -> FromEither:
+        there = (self.sources[0].only(first), self.sources[1].only(first))
+        return FromEither(self.sides, self.costs, there, self.second.only(second))
+
+    def table(self) -> Costs:
+        ways = [costs[source.of] for costs, source in zip(self.costs, self.sources, strict=True)]
+        return np.minimum(*ways)[:, self.second.of]
 
 
 @dataclass(slots=True)
 class CostGraph:
-    """Variables by number. `pairs[i, j]`, for i < j, has the costs of i's labels beside j's."""
+    """Variables by number, with what their labels cost by themselves, and the edges between them."""
 
     costs: list[Costs] = field(default_factory=list)
-    pairs: dict[tuple[int, int], Costs] = field(default_factory=dict)
-    neighbours: list[set[int]] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
 
     def add_variable(self, costs: Sequence[float] | Costs) -> int:
-        """A new variable whose labels cost so much by themselves; returns its number."""
+        """A new variable; returns its number."""
         self.costs.append(np.array(costs, dtype=np.float64))
-        self.neighbours.append(set())
         return len(self.costs) - 1
 
     def add_costs(self, variable: int, costs: Costs) -> None:
         """What the variable's labels cost beside what they cost already."""
         self.costs[variable] = self.costs[variable] + costs
-
-    def add_pair(self, a: int, b: int, costs: Costs) -> None:
-        """What the labels of two variables cost together, [labels of a, labels of b]."""
-        if a == b:
-            self.add_costs(a, np.diagonal(costs))
-            return
-        key, table = ((a, b), costs) if a < b else ((b, a), costs.T)
-        known = self.pairs.get(key)
-        self.pairs[key] = table if known is None else known + table
-        self.neighbours[a].add(b)
-        self.neighbours[b].add(a)
-
-    def pair(self, a: int, b: int) -> Costs:
-        """The costs of two neighbours together, [labels of a, labels of b]."""
-        return self.pairs[a, b] if a < b else self.pairs[b, a].T
 
     def sizes(self) -> list[int]:
         """The number of labels of every variable."""
@@ -54,10 +150,11 @@ class CostGraph:
 
     def value(self, labels: Sequence[int]) -> float:
         """What an assignment costs."""
+        one = [np.array([label]) for label in labels]
         alone = sum(float(costs[label]) for costs, label in zip(self.costs, labels, strict=True))
-        return alone + sum(float(table[labels[a], labels[b]]) for (a, b), table in self.pairs.items())
+        return alone + sum(float(e.only(one[e.sides[0]], one[e.sides[1]]).table()[0, 0]) for e in self.edges)
 
-    def restricted(self, kept: Sequence[np.ndarray]) -> CostGraph:
+    def only(self, kept: Sequence[Numbers]) -> CostGraph:
         """The same problem with only these labels, by number, for every variable."""
-        pairs = {(a, b): table[np.ix_(kept[a], kept[b])] for (a, b), table in self.pairs.items()}
-        return CostGraph([costs[k] for costs, k in zip(self.costs, kept, strict=True)], pairs, self.neighbours)
+        edges = [edge.only(kept[edge.sides[0]], kept[edge.sides[1]]) for edge in self.edges]
+        return replace(self, costs=[costs[k] for costs, k in zip(self.costs, kept, strict=True)], edges=edges)

@@ -1,27 +1,26 @@
 """Lower bounds of a cost graph, and with them its exact minimum where the tables of elimination would be too large.
 
-Dual ascent by sequential reparametrisation (TRW-S: Kolmogorov 2006; SRMP: Kolmogorov 2015): costs are moved between
-variables and pairs, which changes no assignment's total, until the sum of all least costs, a lower bound of every
-assignment, grows no more. A label whose reduced cost exceeds the bound by more than a known assignment does is in no
-better one, and is dropped; what is left is eliminated exactly.
+Dual ascent by sequential messages (TRW-S: Kolmogorov 2006): messages move costs between neighbours, which changes no
+assignment's total, until the sum of all least costs, a lower bound of every assignment, grows no more. A label whose
+assignments all exceed a known one is dropped; what is left is eliminated exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from .cost_graph import CostGraph, Costs
+from .cost_graph import CostGraph, Costs, Numbers
 from .elimination import Assignment, eliminate, elimination_order
 
-# Cells of the largest table that is made in memory: 64 MB of float64. Whoever has less memory may lower it; plans that
-# then are no longer proven say so.
-MOST_CELLS = 1 << 23
-# Sweeps forward and back before the labels are looked at again; doubled each time that drops none, up to so many.
-_SWEEPS, _MOST_SWEEPS = 8, 64
-# Parts of the value by which two costs are equal.
+# Cells of the largest table that is made: 32 MB of float64. Whoever has less memory may lower it; a plan that is then
+# no longer proven says so.
+MOST_CELLS = 1 << 22
+# Sweeps before labels are looked at again; doubled each time that drops none, up to so many in a row.
+_SWEEPS, _MOST_SWEEPS = 4, 64
+# The part of the value by which costs count as equal.
 TOLERANCE = 1e-9
 
 
@@ -34,10 +33,9 @@ class Certified:
 
     @property
     def gap(self) -> float:
-        """The part of the value by which a better assignment may cost less: 0 where this one is proven the best."""
+        """The part of the value by which a better assignment may cost less; 0 where this one is proven the best."""
         value = self.assignment.value
-        gap = value - self.bound
-        return gap / abs(value) if gap > TOLERANCE * abs(value) else 0.0
+        return (value - self.bound) / abs(value) if value - self.bound > TOLERANCE * abs(value) else 0.0
 
 
 def solve(graph: CostGraph, most_cells: int = MOST_CELLS) -> Certified:
@@ -50,146 +48,146 @@ def solve(graph: CostGraph, most_cells: int = MOST_CELLS) -> Certified:
 
 
 class _Ascent:
-    """The dual of a cost graph from which labels are dropped; `kept` are those left, by their first numbers."""
+    """A cost graph from which labels are dropped; `kept` are the first numbers of those that are left."""
 
     def __init__(self, graph: CostGraph, most_cells: int):
-        self.whole, self.most_cells = graph, most_cells
+        self.graph, self.most_cells = graph, most_cells
         self.kept = [np.arange(n) for n in graph.sizes()]
-        self.graph = graph
-        self.dual = _Dual(graph)
-        self.best = Assignment(tuple(improved(graph, [0] * len(graph.costs))), np.inf)
+        self.messages = Messages(graph)
+        self.best = Assignment((), np.inf)
         self.bound = -np.inf
 
     def run(self) -> Certified:
-        sweeps = _SWEEPS
-        while sweeps <= _MOST_SWEEPS:
-            for _ in range(sweeps):
-                self.dual.sweep()
-            self._round()
-            self.bound = max(self.bound, self.dual.bound())
+        for _ in range(_MOST_SWEEPS // _SWEEPS):
+            for _ in range(_SWEEPS):
+                self.messages.sweep()
+            bound = self.messages.bound()
+            slacks = [*self.messages.slacks()]
+            within = self._near(slacks)
+            # Whatever has a label with a larger slack costs more than this.
+            self.bound = max(self.bound, min(bound + within, self.best.value))
             if self._is_closed():
                 return Certified(self.best, self.best.value)
-            dropped = self._drop()
-            order = elimination_order(self.graph)
-            if order.cells <= self.most_cells:
-                self._finish(eliminate(self.graph, order))
-                return Certified(self.best, self.best.value)
-            sweeps = sweeps if dropped else sweeps * 2
+            self._drop(slacks, self.best.value - bound)
         return Certified(self.best, self.bound)
 
     def _is_closed(self) -> bool:
         return self.best.value - self.bound <= TOLERANCE * abs(self.best.value)
 
-    def _round(self) -> None:
-        """Take the dual's own assignment, improved one variable at a time, where it is better than the best."""
-        for backward in (False, True):
-            labels = improved(self.graph, self.dual.rounded(backward))
-            self._finish(Assignment(tuple(labels), self.graph.value(labels)))
+    def _near(self, slacks: Sequence[Costs]) -> float:
+        """Take the best assignment of labels with the least slack, of as many as can be eliminated; returns their most."""
+        self._round()
+        every = np.unique(np.concatenate(slacks))
+        low, high = 0, len(every)
+        found = None
+        while low < high:
+            middle = (low + high) // 2
+            kept = [np.flatnonzero(slack <= every[middle]) for slack in slacks]
+            graph = self.graph.only([labels if len(labels) else np.array([int(s.argmin())]) for labels, s in zip(kept, slacks)])
+            order = elimination_order(graph)
+            if order.cells <= self.most_cells:
+                found, low = (graph, order, kept, every[middle + 1] if middle + 1 < len(every) else np.inf), middle + 1
+            else:
+                high = middle
+        if found is None:
+            return 0.0
+        graph, order, kept, within = found
+        small = eliminate(graph, order)
+        kept = [labels if len(labels) else np.array([int(s.argmin())]) for labels, s in zip(kept, slacks)]
+        self._take(Assignment(tuple(int(k[n]) for k, n in zip(kept, small.labels, strict=True)), small.value))
+        return float(within)
 
-    def _finish(self, found: Assignment) -> None:
+    def _round(self) -> None:
+        """Take the messages' own assignments where they are better than the best."""
+        for backward in (False, True):
+            labels = self.messages.rounded(backward)
+            self._take(Assignment(tuple(labels), self.graph.value(labels)))
+
+    def _take(self, found: Assignment) -> None:
         if found.value < self.best.value:
             labels = [int(kept[label]) for kept, label in zip(self.kept, found.labels, strict=True)]
             self.best = Assignment(tuple(labels), found.value)
 
-    def _drop(self) -> bool:
-        """Drop the labels that are in no better assignment; returns whether there were any."""
-        allowed = self.best.value - self.dual.bound() + TOLERANCE * abs(self.best.value)
-        kept = [np.flatnonzero(slack <= allowed) for slack in self.dual.slacks()]
-        for place, labels in enumerate(kept):
-            if not len(labels):  # only rounding can have dropped all of them
-                kept[place] = np.arange(len(self.kept[place]))
-        if all(len(now) == len(before) for now, before in zip(kept, self.kept, strict=True)):
-            return False
+    def _drop(self, slacks: Sequence[Costs], allowed: float) -> None:
+        """Drop the labels that are in no better assignment."""
+        allowed += TOLERANCE * abs(self.best.value)
+        kept = [np.flatnonzero(slack <= allowed) for slack in slacks]
+        kept = [now if len(now) else np.arange(len(before)) for now, before in zip(kept, self.kept, strict=True)]
         self.kept = [before[now] for before, now in zip(self.kept, kept, strict=True)]
-        self.graph, self.dual = self.graph.restricted(kept), self.dual.restricted(kept)
-        return True
+        self.graph, self.messages = self.graph.only(kept), self.messages.only(kept)
 
 
-class _Dual:
-    """A reparametrisation of a cost graph, whose variables are swept in their order."""
+class Messages:
+    """What edges have given to the labels of their two sides: an edge's own costs are less by both."""
 
     def __init__(self, graph: CostGraph):
-        self.near = [sorted(neighbours) for neighbours in graph.neighbours]
-        self.costs = [costs.copy() for costs in graph.costs]
-        self.pairs = {key: table.copy() for key, table in graph.pairs.items()}
+        self.graph = graph
+        self.sent = [[np.zeros(len(graph.costs[v])) for v in edge.sides] for edge in graph.edges]
+        self.at = [list[tuple[int, int]]() for _ in graph.costs]  # by variable, its edges and which side it is
+        for number, edge in enumerate(graph.edges):
+            for side, v in enumerate(edge.sides):
+                self.at[v].append((number, side))
 
-    def restricted(self, kept: Sequence[np.ndarray]) -> _Dual:
-        """The same without some labels."""
-        out = object.__new__(_Dual)
-        out.near = self.near
-        out.costs = [costs[k] for costs, k in zip(self.costs, kept, strict=True)]
-        out.pairs = {(a, b): table[np.ix_(kept[a], kept[b])] for (a, b), table in self.pairs.items()}
+    def only(self, kept: Sequence[Numbers]) -> Messages:
+        """The messages about some of the labels."""
+        out = Messages(self.graph.only(kept))
+        out.sent = [[sent[kept[v]] for sent, v in zip(both, edge.sides, strict=True)]
+                    for both, edge in zip(self.sent, self.graph.edges, strict=True)]  # fmt: skip
         return out
 
-    def _table(self, a: int, b: int) -> Costs:
-        """A view of the pair's table, [labels of a, labels of b]."""
-        return self.pairs[a, b] if a < b else self.pairs[b, a].T
+    def _belief(self, v: int) -> Costs:
+        """What a variable's labels cost with all that its neighbours say."""
+        return self.graph.costs[v] + sum([self.sent[edge][side] for edge, side in self.at[v]])
 
     def sweep(self) -> None:
         """Once forward and once back."""
-        count = len(self.costs)
-        for v in range(count):
-            self._pass(v, [u for u in self.near[v] if u > v], [u for u in self.near[v] if u < v])
-        for v in reversed(range(count)):
-            self._pass(v, [u for u in self.near[v] if u < v], [u for u in self.near[v] if u > v])
+        for v in range(len(self.at)):
+            self._pass(v, [at for at in self.at[v] if self._other(*at) > v])
+        for v in reversed(range(len(self.at))):
+            self._pass(v, [at for at in self.at[v] if self._other(*at) < v])
 
-    def _pass(self, v: int, ahead: list[int], behind: list[int]) -> None:
-        """Gather what all pairs of a variable cost at least, and hand it on in equal parts to those ahead."""
-        costs = self.costs[v]
-        for u in self.near[v]:
-            table = self._table(v, u)
-            least = table.min(1)
-            costs += least
-            table -= least[:, None]
+    def _other(self, edge: int, side: int) -> int:
+        return self.graph.edges[edge].sides[1 - side]
+
+    def _pass(self, v: int, ahead: Sequence[tuple[int, int]]) -> None:
+        """Take from all edges of a variable what they cost at least, and hand it on in equal parts to those ahead."""
+        for edge, side in self.at[v]:
+            self.sent[edge][side] = self.graph.edges[edge].passed(-self.sent[edge][1 - side], back=side == 0)
         if ahead:
-            part = costs / max(len(ahead), len(behind))
-            for u in ahead:
-                self._table(v, u)[...] += part[:, None]
-            costs -= part * len(ahead)
+            part = self._belief(v) / max(len(ahead), len(self.at[v]) - len(ahead))
+            for edge, side in ahead:
+                self.sent[edge][side] -= part
+
+    def _edge_least(self, number: int, side: int) -> Costs:
+        """For each label on a side of an edge, what the edge costs at least, less both messages."""
+        other = self.graph.edges[number].passed(-self.sent[number][1 - side], back=side == 0)
+        return other - self.sent[number][side]
 
     def bound(self) -> float:
         """What no assignment costs less than."""
-        return sum(float(costs.min()) for costs in self.costs) + sum(float(t.min()) for t in self.pairs.values())
+        alone = sum(float(self._belief(v).min()) for v in range(len(self.graph.costs)))
+        return alone + sum(float(self._edge_least(number, 0).min()) for number in range(len(self.graph.edges)))
 
-    def slacks(self) -> list[np.ndarray]:
+    def slacks(self) -> Iterable[Costs]:
         """For every label, by how much the assignments with it exceed the bound at least."""
-        out = []
-        for v, costs in enumerate(self.costs):
-            slack = costs - costs.min()
-            for u in self.near[v]:
-                least = self._table(v, u).min(1)
-                slack = slack + least - least.min()
-            out.append(slack)
-        return out
+        for v in range(len(self.graph.costs)):
+            parts = [self._belief(v), *[self._edge_least(edge, side) for edge, side in self.at[v]]]
+            yield sum([part - part.min() for part in parts])
 
     def rounded(self, backward: bool = False) -> list[int]:
         """An assignment, one variable after another, each in view of those before it."""
-        labels, known = [0] * len(self.costs), set[int]()
-        for v in reversed(range(len(self.costs))) if backward else range(len(self.costs)):
-            costs = self.costs[v].copy()
-            for u in self.near[v]:
-                table = self._table(v, u)
-                costs += table[:, labels[u]] if u in known else table.min(1)
+        labels, known = [0] * len(self.graph.costs), set[int]()
+        for v in reversed(range(len(labels))) if backward else range(len(labels)):
+            costs = self.graph.costs[v].copy()
+            for number, side in self.at[v]:
+                edge = self.graph.edges[number]
+                other = edge.sides[1 - side]
+                if other in known:
+                    values = np.full(len(self.graph.costs[other]), np.inf)
+                    values[labels[other]] = 0.0
+                    costs += edge.passed(values, back=side == 0)
+                else:
+                    costs += edge.passed(-self.sent[number][1 - side], back=side == 0)
             labels[v] = int(costs.argmin())
             known.add(v)
         return labels
-
-
-def improved(graph: CostGraph, labels: Sequence[int]) -> list[int]:
-    """An assignment that no change of one label makes better (iterated conditional modes: Besag 1986)."""
-    out = list(labels)
-    queue, waiting = list(range(len(out))), [True] * len(out)
-    while queue:
-        v = queue.pop(0)
-        waiting[v] = False
-        costs = graph.costs[v].copy()
-        for u in graph.neighbours[v]:
-            costs += graph.pair(v, u)[:, out[u]]
-        best = int(costs.argmin())
-        if costs[best] < costs[out[v]] * (1 - TOLERANCE):
-            out[v] = best
-            fresh = [u for u in graph.neighbours[v] if not waiting[u]]
-            for u in fresh:
-                waiting[u] = True
-            queue += fresh
-    return out

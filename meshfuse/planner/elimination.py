@@ -9,7 +9,6 @@ models' are.
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,8 +43,10 @@ class Order:
 
 def elimination_order(graph: CostGraph) -> Order:
     """Always the variable whose table is smallest, of equal ones the one with fewest neighbours, then the first."""
-    sizes = graph.sizes()
-    near = [set(neighbours) for neighbours in graph.neighbours]
+    sizes, near = graph.sizes(), [set[int]() for _ in graph.costs]
+    for a, b in (edge.sides for edge in graph.edges):
+        near[a].add(b)
+        near[b].add(a)
     queue = [(*_table(sizes, near, v), v) for v in range(len(sizes))]
     heapq.heapify(queue)
     steps, cells, done = list[Step](), 1, [False] * len(sizes)
@@ -96,9 +97,10 @@ class _Buckets:
     def __init__(self, graph: CostGraph, place: dict[int, int]):
         self.sizes, self.place = graph.sizes(), place
         self.held: dict[int, list[tuple[tuple[int, ...], Costs]]] = {}
-        pairs = ((scope, table) for scope, table in graph.pairs.items())
-        for scope, table in itertools.chain((((v,), costs) for v, costs in enumerate(graph.costs)), pairs):
-            self.add(scope, table)
+        for v, costs in enumerate(graph.costs):
+            self.add((v,), costs)
+        for edge in graph.edges:
+            self.add(edge.sides, edge.table())
 
     def add(self, scope: tuple[int, ...], table: Costs) -> None:
         self.held.setdefault(min(scope, key=self.place.__getitem__), []).append((scope, table))

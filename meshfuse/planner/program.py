@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from ..placement.options import Choice
 from ..placement.operand_layouts import Source
 from ..propagation import ShardedDefinition
 from ..sharding.value import Sharding
-from .cost_graph import CostGraph, Costs
+from .cost_graph import Between, Classes, CostGraph, Costs, FromEither, Same
 from .dual_ascent import Certified, solve
 from .labels import axis_labels, own_seconds
 from .reshard_costs import exact_seconds, reshard_costs
@@ -30,18 +31,12 @@ class Prices:
     def __init__(self) -> None:
         self.exact: dict[Pair, float] = {}
         self._tables: dict[tuple[object, ...], Costs] = {}
-        self._where: dict[Pair, list[tuple[Costs, int, int]]] = {}
 
     def table(self, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...], ttype: TensorType) -> Costs:
         key = (sources, targets, ttype)
         found = self._tables.get(key)
         if found is None:
             found = self._tables[key] = reshard_costs(sources, targets, ttype)
-            if self.exact:
-                at, to = ({s: n for n, s in enumerate(side)} for side in (sources, targets))
-                for (a, b, t), seconds in self.exact.items():
-                    if t == ttype and a in at and b in to:
-                        found[at[a], to[b]] = seconds
         return found
 
     def correct(self, pairs: set[Pair]) -> bool:
@@ -51,7 +46,6 @@ class Prices:
             a, b, ttype = pair
             seconds = exact_seconds(a, b, ttype)
             self.exact[pair] = seconds
-            old = float(self.table((a,), (b,), ttype)[0, 0]) if False else None
             for (sources, targets, t), table in self._tables.items():
                 if t == ttype and a in sources and b in targets:
                     n, m = sources.index(a), targets.index(b)
@@ -68,6 +62,12 @@ class Shared:
     labels: list[tuple[Sharding, Sharding | None]]
 
 
+def _classes(shardings: Sequence[Sharding]) -> tuple[tuple[Sharding, ...], Classes]:
+    """The different ones, and which of them each is."""
+    numbers = {s: n for n, s in enumerate(dict.fromkeys(shardings))}
+    return tuple(numbers), Classes(np.array([numbers[s] for s in shardings]), len(numbers))
+
+
 @dataclass(slots=True)
 class Program:
     graph: Graph
@@ -79,11 +79,13 @@ class Program:
     makers: dict[int, tuple[int, int]] = field(default_factory=dict)
     readers: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     inputs: dict[int, Sharding] = field(default_factory=dict)
+    limit: float = 0.0
+    variables: dict[int, int] = field(default_factory=dict)
 
     def build(self) -> None:
         self.costs, self.shared = CostGraph(), {}
         graph = self.graph
-        self.inputs = {i: graph.annotations.get(i) or Sharding.replicated(self.mesh, len(graph.shape(i))) for i in graph.input_tensors}
+        self.inputs = {i: graph.annotations.get(i) or self._whole(i) for i in graph.input_tensors}
         if not self.labels:
             self.labels = [axis_labels(node.call, node.rule, self.mesh) for node in graph.nodes]
             for node in graph.nodes:
@@ -91,100 +93,117 @@ class Program:
                     self.makers[i] = (node.id, place)
                 for place, i in enumerate(node.inputs):
                     self.readers.setdefault(i, {}).setdefault(node.id, []).append(place)
-        for node in graph.nodes:
-            self.costs.add_variable([own_seconds(node.call, p) for p in self.labels[node.id]])
+        self.limit = 2 * self._replicated()
+        self.variables, later = {}, []
         for i in self.inputs:
-            self._input(i)
-        for i in self.makers:
-            self._made(i)
+            later.append((self._input, i, self._reserve(i, None)))
+        for node in graph.nodes:
+            self.variables[node.id] = self.costs.add_variable([own_seconds(node.call, p) for p in self.labels[node.id]])
+            for i in node.outputs:
+                later.append((self._made, i, self._reserve(i, node)))
+        for build, i, variable in later:
+            build(i, variable)
+
+    def _reserve(self, tensor: int, node) -> int:
+        """A variable for a tensor that is shared."""
+        readers = self.readers.get(tensor, {})
+        alone = node is not None and tensor not in self.graph.outputs and tensor not in self.graph.annotations
+        if not readers or (len(readers) == 1 and (node is None or alone)):
+            return -1
+        return self.costs.add_variable([0.0])
+
+    def _whole(self, tensor: int) -> Sharding:
+        return Sharding.replicated(self.mesh, len(self.graph.shape(tensor)))
+
+    def _replicated(self) -> float:
+        """Seconds of the plan in which every rank computes everything: the best one takes no more."""
+        work = sum(own_seconds(node.call, self.labels[node.id][0]) for node in self.graph.nodes)
+        ends = [*((s, self._whole(i), i) for i, s in self.inputs.items()),
+                *((self._whole(i), s, i) for i, s in self.graph.annotations.items())]
+        return work + sum(float(self.prices.table((a,), (b,), self.ttype(i))[0, 0]) for a, b, i in ends if a is not b) + 1e-9
 
     def ttype(self, tensor: int) -> TensorType:
         return self.graph.tensors[tensor].type
 
-    def _needs(self, tensor: int, node: int) -> tuple[tuple[Sharding, ...], list[np.ndarray]]:
-        """The shardings in which a reader may need a tensor, and by operand the one that each of its labels needs."""
+    def _table(self, sources, targets, tensor) -> Costs:
+        return np.minimum(self.prices.table(sources, targets, self.ttype(tensor)), self.limit)
+
+    def _needs(self, tensor: int, node: int) -> tuple[list[tuple[Sharding, ...]], Classes]:
+        """The sets of shardings in which a reader may need a tensor, and which one each of its labels needs."""
         places = self.readers[tensor][node]
-        needed = [[p.operands[place] for p in self.labels[node]] for place in places]
-        distinct = {s: n for n, s in enumerate(dict.fromkeys(s for row in needed for s in row))}
-        rows = [np.array([distinct[s] for s in row]) for row in needed]
-        return tuple(distinct), rows
+        if len(places) == 1:
+            needs, classes = _classes([p.operands[places[0]] for p in self.labels[node]])
+            return [(s,) for s in needs], classes
+        needed = [tuple(dict.fromkeys(p.operands[place] for place in places)) for p in self.labels[node]]
+        return _classes(needed)
 
-    def _read_costs(self, tensor: int, node: int, have: tuple[Sharding, ...]) -> Costs:
-        """[have, labels of the reader]: bringing a tensor to where a reader's labels need it, equal needs once."""
-        needs, rows = self._needs(tensor, node)
-        table = self.prices.table(have, needs, self.ttype(tensor))
-        out = table[:, rows[0]].copy()
-        for k, row in enumerate(rows[1:], 1):
-            repeated = np.logical_or.reduce([row == before for before in rows[:k]])
-            out += np.where(repeated, 0.0, table[:, row])
-        return out
+    def _read(self, have: tuple[Sharding, ...], needs: list[tuple[Sharding, ...]], tensor: int) -> Costs:
+        """[have, needs]: bringing a tensor to where a reader needs it."""
+        if all(len(need) == 1 for need in needs):
+            return self._table(have, tuple([need[0] for need in needs]), tensor)
+        each = tuple(dict.fromkeys(s for need in needs for s in need))
+        table = self._table(have, each, tensor)
+        at = {s: n for n, s in enumerate(each)}
+        return np.stack([table[:, [at[s] for s in need]].sum(1) for need in needs], 1)
 
-    def _input(self, tensor: int) -> None:
+    def _input(self, tensor: int, variable: int) -> None:
         readers = self.readers.get(tensor, {})
         home = self.inputs[tensor]
         if len(readers) <= 1:
             for node in readers:
-                self.costs.add_costs(node, self._read_costs(tensor, node, (home,))[0])
+                needs, classes = self._needs(tensor, node)
+                self.costs.add_costs(self.variables[node], self._read((home,), needs, tensor)[0][classes.of])
         else:
-            self._share(tensor, (home,), None)
+            self._share(variable, tensor, (home,), None)
 
-    def _made(self, tensor: int) -> None:
+    def _made(self, tensor: int, variable: int) -> None:
         node, place = self.makers[tensor]
-        made = [p.results[place] for p in self.labels[node]]
-        distinct = {s: n for n, s in enumerate(dict.fromkeys(made))}
-        rows = np.array([distinct[s] for s in made])
-        have = tuple(distinct)
+        have, made = _classes([p.results[place] for p in self.labels[node]])
         readers = self.readers.get(tensor, {})
         note = self.graph.annotations.get(tensor)
-        if tensor in self.graph.outputs or note is not None:
-            if len(readers) == 0:
-                self.costs.add_costs(node, self._end_costs(tensor, have)[rows])
-                return
-        elif len(readers) == 1:
+        if not readers:
+            self.costs.add_costs(self.variables[node], self._end_costs(tensor, have)[made.of])
+        elif len(readers) == 1 and tensor not in self.graph.outputs and note is None:
             (reader,) = readers
-            self.costs.add_pair(node, reader, self._read_costs(tensor, reader, have)[rows])
-            return
-        if readers:
-            self._share(tensor, have, rows)
+            needs, classes = self._needs(tensor, reader)
+            self.costs.edges.append(Between((self.variables[node], self.variables[reader]), self._read(have, needs, tensor), made, classes))
+        else:
+            self._share(variable, tensor, have, made)
 
     def _end_costs(self, tensor: int, have: tuple[Sharding, ...]) -> np.ndarray:
         note = self.graph.annotations.get(tensor)
         if note is not None:
-            return self.prices.table(have, (note,), self.ttype(tensor))[:, 0]
-        return np.array([float(self.prices.table((s,), (s.reduced(),), self.ttype(tensor))[0, 0]) if s.partial else 0.0 for s in have])
+            return self._table(have, (note,), tensor)[:, 0]
+        if tensor not in self.graph.outputs:
+            return np.zeros(len(have))
+        return np.array([float(self._table((s,), (s.reduced(),), tensor)[0, 0]) if s.partial else 0.0 for s in have])
 
-    def _share(self, tensor: int, have: tuple[Sharding, ...], rows: np.ndarray | None) -> None:
-        note = self.graph.annotations.get(tensor)
-        is_output = tensor in self.graph.outputs
-        wanted: dict[Sharding, int] = {}
-        needs = {node: self._needs(tensor, node)[0] for node in self.readers[tensor]}
-        for found in needs.values():
-            for s in found:
-                wanted[s] = wanted.get(s, 0) + 1
-        copies = tuple(s for s, n in wanted.items() if n > 1 or is_output)
-        ttype = self.ttype(tensor)
-        if note is not None and rows is not None:
-            copies = (note,)
-        to_copy = self.prices.table(have, copies, ttype) if copies else np.zeros((len(have), 0))
-        pairs = [(h, c) for h in range(len(have)) for c in range(len(copies))
-                 if have[h] is not copies[c] and np.isfinite(to_copy[h, c]) and to_copy[h, c] > 2e-13]
-        must = note is not None and rows is not None
-        labels = [(h, None) for h in range(len(have)) if not must or have[h] is note or to_copy[h, 0] <= 2e-13] + pairs
-        h = np.array([a for a, _ in labels]); c = np.array([len(copies) if b is None else b for _, b in labels])
+    def _share(self, variable: int, tensor: int, have: tuple[Sharding, ...], made: Classes | None) -> None:
+        note, is_output = self.graph.annotations.get(tensor), tensor in self.graph.outputs
+        must = note is not None and made is not None
+        needs = {node: self._needs(tensor, node) for node in self.readers[tensor]}
+        counts = Counter(s for found, _ in needs.values() for s in dict.fromkeys(s for need in found for s in need))
+        copies = (note,) if must else tuple(s for s, n in counts.items() if n > 1 or is_output)
+        to_copy = self._table(have, copies, tensor) if copies else np.zeros((len(have), 0))
+        useful = (to_copy > 2e-13) & (to_copy < self.limit)
+        pairs = [(h, c) for h, c in zip(*np.nonzero(useful))]
+        alone = [h for h in range(len(have)) if not must or to_copy[h, 0] <= 2e-13]
+        h = np.array([*alone, *(a for a, _ in pairs)])
+        c = np.array([*[len(copies)] * len(alone), *(b for _, b in pairs)])
         padded = np.concatenate([to_copy, np.zeros((len(have), 1))], 1)
-        variable = self.costs.add_variable(padded[h, c])
-        self.shared[tensor] = Shared(variable, [(have[a], None if b is None else copies[b]) for a, b in labels])
+        self.costs.costs[variable] = padded[h, c]
+        listed = [*copies, None]
+        self.shared[tensor] = Shared(variable, [(have[a], listed[b]) for a, b in zip(h, c)])
         if is_output and not must:
-            ends = self._end_costs(tensor, have)[h]
-            reduced = np.array([b is not None and not copies[b].partial for _, b in labels])
-            self.costs.add_costs(variable, np.where(reduced, 0.0, ends))
-        for node in self.readers[tensor]:
-            first = self._read_costs(tensor, node, have)[h]
-            again = self._read_costs(tensor, node, copies) if copies else np.zeros((0, first.shape[1]))
-            again = np.concatenate([again, np.full((1, first.shape[1]), np.inf)])[c]
-            self.costs.add_pair(variable, node, np.minimum(first, again))
-        if rows is not None:
-            self.costs.add_pair(self.makers[tensor][0], variable, np.where(rows[:, None] == h[None, :], 0.0, np.inf))
+            reduced = np.array([s is not None and not s.partial for s in listed])[c]
+            self.costs.add_costs(variable, np.where(reduced, 0.0, self._end_costs(tensor, have)[h]))
+        first, again = Classes(h, len(have)), Classes(c, len(copies) + 1)
+        for node, (found, classes) in needs.items():
+            from_copy = self._read(copies, found, tensor) if copies else np.zeros((0, len(found)))
+            from_copy = np.concatenate([from_copy, np.full((1, len(found)), 2 * self.limit)])
+            self.costs.edges.append(FromEither((variable, self.variables[node]), (self._read(have, found, tensor), from_copy), (first, again), classes))
+        if made is not None:
+            self.costs.edges.append(Same((self.variables[self.makers[tensor][0]], variable), made, first, self.limit))
 
     def used(self, chosen: Sequence[int]) -> set[Pair]:
         """The reshards that an assignment needs."""
@@ -196,7 +215,7 @@ class Program:
                 out.add((there[0], there[1], ttype))
             for node, places in self.readers.get(tensor, {}).items():
                 for place in places:
-                    need = self.labels[node][chosen[node]].operands[place]
+                    need = self.labels[node][chosen[self.variables[node]]].operands[place]
                     out.update((have, need, ttype) for have in there)
             note = self.graph.annotations.get(tensor)
             if tensor in self.makers and note is not None:
@@ -213,14 +232,14 @@ class Program:
         if tensor in self.inputs:
             return [self.inputs[tensor]]
         node, place = self.makers[tensor]
-        return [self.labels[node][chosen[node]].results[place]]
+        return [self.labels[node][chosen[self.variables[node]]].results[place]]
 
     def decode(self, chosen: Sequence[int]) -> ShardedDefinition:
         graph = self.graph
         homes = dict(self.inputs)
         choices = []
         for node in graph.nodes:
-            placement = self.labels[node.id][chosen[node.id]]
+            placement = self.labels[node.id][chosen[self.variables[node.id]]]
             choices.append(Choice(placement, Source("whole"), 0.0))
             homes.update(zip(node.outputs, placement.results, strict=True))
         for i in graph.outputs:
@@ -233,20 +252,11 @@ class Program:
         return done
 
 
-def optimum(graph: Graph, mesh: DeviceMesh, rounds: int = 12) -> tuple[ShardedDefinition, Certified]:
+def optimum(graph: Graph, mesh: DeviceMesh, rounds: int = 12):
     program = Program(graph, mesh, Prices())
     for n in range(rounds):
         program.build()
-        found = solve(finite(program.costs))
+        found = solve(program.costs)
         if not program.prices.correct(program.used(found.assignment.labels)):
             break
-    return program.decode(found.assignment.labels), found, n+1, program
-
-
-def finite(graph: CostGraph) -> CostGraph:
-    """The same with a number in place of inf that no plan of finite costs reaches."""
-    tables = [*graph.costs, *graph.pairs.values()]
-    most = sum([float(t[np.isfinite(t)].max()) for t in tables if np.isfinite(t).any()]) * 2 + 1e-6
-    out = CostGraph([np.where(np.isfinite(c), c, most) for c in graph.costs],
-                    {k: np.where(np.isfinite(t), t, most) for k, t in graph.pairs.items()}, graph.neighbours)
-    return out
+    return program.decode(found.assignment.labels), found, n + 1, program

@@ -22,7 +22,7 @@ from ..mesh import DeviceMesh
 from ..ops.values import TensorType
 from ..reshard.prices import EXCHANGE_SECONDS, MOVE_SECONDS, SLICE_SECONDS, link_over
 from ..reshard.search import plan
-from ..sharding.layout import Split
+from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding
 from .cost_graph import Costs
 
@@ -39,24 +39,26 @@ def whole_axes(mesh: DeviceMesh) -> tuple[Split, ...]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _places(sharding: Sharding) -> tuple[tuple[int, int], ...] | None:
-    """For every whole axis where it is, and a bit for each axis more major on that dim.
-
-    None where an axis is in parts, or a dim is cut within its blocks.
-    """
+    """For every whole axis where it is, and a number for all that is more major on that dim; None for parts of axes."""
     axes = {axis: n for n, axis in enumerate(whole_axes(sharding.mesh))}
     at = [(_NOWHERE, 0)] * len(axes)
-    for dim, layout in enumerate(sharding.dims):
-        above = 0
-        for split in layout:
-            if split not in axes:
-                return None
-            at[axes[split]] = (dim, above)
-            above |= 1 << axes[split]
-    for split in sharding.partial:
-        if split not in axes:
-            return None
-        at[axes[split]] = (_PARTIAL, 0)
+    bound = [*((split, dim) for dim, layout in enumerate(sharding.dims) for split in layout if split.bound),
+             *((split, _PARTIAL) for split in sharding.partial)]  # fmt: skip
+    if any(split not in axes for split, _ in bound):
+        return None
+    for split, dim in bound:
+        above = sharding.dims[dim][: sharding.dims[dim].index(split)] if dim >= 0 else ()
+        at[axes[split]] = (dim, _number(above))
     return tuple(at)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _number(layout: Layout) -> int:
+    """A number that equal layouts have alike: that of the first call with each."""
+    return next(_NUMBERS)
+
+
+_NUMBERS = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
