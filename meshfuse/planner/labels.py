@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..costs import computation
 from ..mesh import DeviceMesh
@@ -12,21 +12,30 @@ from ..ops.opdef import Call, Partial
 from ..ops.rules import FactorKind, Rule
 from ..placement.factors import NO_CARRY, Carry, Layouts, Placement, passes, placed, representable
 from ..placement.options import EARLIER, work
+from ..placement.options import _shared as shared_blocks
+from ..reshard.prices import price
+from ..reshard.steps import Reordering, Window
+from ..reshard.windows import window_move, window_of
 from ..sharding import layout as lay
-from ..sharding.layout import WHOLE, Split
-from ..sharding.value import canonical_partial
+from ..sharding.layout import WHOLE, Layout, Split
+from ..sharding.value import Sharding, canonical_partial
 from .reshard_costs import whole_axes
 
 _CARRIED = -1
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def axis_labels(call: Call, rule: Rule, mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """Every way to put each axis on one factor, on none, or under the terms of operands that the op carries."""
-    return distinct(_enumerated(call, rule, mesh))
+def axis_labels(call: Call, rule: Rule, mesh: DeviceMesh, strided: tuple[Layouts, ...] = ()) -> tuple[Placement, ...]:
+    """Every way to put each axis on one factor, on none, or under the terms of operands that the op carries.
+
+    `strided` are layouts in which some factors have axes inside their blocks, as annotations ask for: each is a start
+    to which the other axes are added.
+    """
+    starts = [(WHOLE,) * len(rule.factors), *strided]
+    return distinct(itertools.chain.from_iterable(_enumerated(call, rule, mesh, start) for start in starts))
 
 
-def distinct(placements: Iterator[Placement] | Sequence[Placement]) -> tuple[Placement, ...]:
+def distinct(placements: Iterable[Placement]) -> tuple[Placement, ...]:
     """Of placements with the same operands and results the first."""
     found: dict[tuple[object, ...], Placement] = {}
     for placement in placements:
@@ -34,12 +43,13 @@ def distinct(placements: Iterator[Placement] | Sequence[Placement]) -> tuple[Pla
     return tuple(found.values())
 
 
-def _enumerated(call: Call, rule: Rule, mesh: DeviceMesh) -> Iterator[Placement]:
-    axes, carried = whole_axes(mesh), carried_operands(call, rule)
+def _enumerated(call: Call, rule: Rule, mesh: DeviceMesh, start: Layouts) -> Iterator[Placement]:
+    used = {split.axis for layout in start for split in layout if split.bound}
+    axes, carried = [axis for axis in whole_axes(mesh) if axis.axis not in used], carried_operands(call, rule)
     free = [f for f, factor in enumerate(rule.factors) if factor.kind is not FactorKind.BLOCK]
     places = [None, *free, *([_CARRIED] if carried else [])]
     for at in itertools.product(places, repeat=len(axes)):
-        layouts = _layouts(rule, axes, at)
+        layouts = _layouts(rule, start, axes, at)
         if layouts is None:
             continue
         terms = canonical_partial([axis for axis, place in zip(axes, at, strict=True) if place == _CARRIED])
@@ -48,9 +58,9 @@ def _enumerated(call: Call, rule: Rule, mesh: DeviceMesh) -> Iterator[Placement]
         yield from (placement for placement in found if placement is not None)
 
 
-def _layouts(rule: Rule, axes: Sequence[Split], at: Sequence[int | None]) -> Layouts | None:
+def _layouts(rule: Rule, start: Layouts, axes: Sequence[Split], at: Sequence[int | None]) -> Layouts | None:
     """The factors' layouts; None where an axis cuts a factor unevenly, or one that no merged dim can show."""
-    out = [WHOLE] * len(rule.factors)
+    out = list(start)
     for axis, place in zip(axes, at, strict=True):
         if place is not None and place != _CARRIED:
             out[place] = lay.canonical((*out[place], axis), rule.factors[place].size)
@@ -75,3 +85,35 @@ def own_seconds(call: Call, placement: Placement) -> float:
     """Seconds of one rank's computation, with what terms that may overflow are worth (`EARLIER`)."""
     risk = EARLIER if placement.carry.axes and call.op.partial.scales else 0.0
     return computation(work(call, placement), placement.results[0].mesh.flops) + risk
+
+
+def is_strided(layout: Layout) -> bool:
+    """Whether an axis lies inside a dim's blocks."""
+    return any(not split.bound for split in layout)
+
+
+def window_labels(
+    call: Call, rule: Rule, mesh: DeviceMesh, sources: Iterable[Sharding], asked: Sequence[Sharding]
+) -> Iterator[tuple[Placement, float]]:
+    """Placements in which a move of exact pieces does the op's work, with their seconds.
+
+    For an op that takes a window of a dim that is sharded, or reorders its blocks.
+    """
+    window = window_of(call)
+    if window is None:
+        return
+    ttype, made = call.types[0], call.results[0]
+    for source in sources:
+        if not source.partial and any(layout and window.changes(d) for d, layout in enumerate(source.dims)):
+            for target in _window_targets(source, window, asked):
+                move = window_move(source, target, window)
+                seconds = price(move, ttype.shape, ttype.dtype.itemsize).seconds
+                seconds += computation(target.max_local_numel(made.shape), mesh.flops)
+                yield Placement((WHOLE,) * len(rule.factors), (source,), (target,), move=move), seconds
+
+
+def _window_targets(source: Sharding, window: Window | Reordering, asked: Sequence[Sharding]) -> list[Sharding]:
+    shape = window.target_shape
+    dims = [lay.axes(d) if m != n else d for d, n, m in zip(source.dims, window.source_shape, shape, strict=True)]
+    shared = [shared_blocks(source, window)] if isinstance(window, Window) else []
+    return list(dict.fromkeys([Sharding.make(source.mesh, dims, shape), *filter(None, shared), *asked]))

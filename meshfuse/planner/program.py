@@ -19,7 +19,8 @@ from ..propagation import ShardedDefinition
 from ..sharding.value import Sharding
 from .cost_graph import Between, Classes, CostGraph, Costs, FromEither, Same
 from .dual_ascent import Certified, solve
-from .labels import axis_labels, own_seconds
+from .labels import axis_labels, own_seconds, window_labels
+from .strided import strided_layouts
 from .reshard_costs import exact_seconds, reshard_costs
 
 Pair = tuple[Sharding, Sharding, TensorType]
@@ -80,6 +81,7 @@ class Program:
     readers: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     inputs: dict[int, Sharding] = field(default_factory=dict)
     limit: float = 0.0
+    own: list[list[float]] = field(default_factory=list)
     variables: dict[int, int] = field(default_factory=dict)
 
     def build(self) -> None:
@@ -87,7 +89,7 @@ class Program:
         graph = self.graph
         self.inputs = {i: graph.annotations.get(i) or self._whole(i) for i in graph.input_tensors}
         if not self.labels:
-            self.labels = [axis_labels(node.call, node.rule, self.mesh) for node in graph.nodes]
+            self._enumerate()
             for node in graph.nodes:
                 for place, i in enumerate(node.outputs):
                     self.makers[i] = (node.id, place)
@@ -98,11 +100,32 @@ class Program:
         for i in self.inputs:
             later.append((self._input, i, self._reserve(i, None)))
         for node in graph.nodes:
-            self.variables[node.id] = self.costs.add_variable([own_seconds(node.call, p) for p in self.labels[node.id]])
+            self.variables[node.id] = self.costs.add_variable(self.own[node.id])
             for i in node.outputs:
                 later.append((self._made, i, self._reserve(i, node)))
         for build, i, variable in later:
             build(i, variable)
+
+    def _enumerate(self) -> None:
+        asked, dims = strided_layouts(self.graph)
+        made: dict[int, dict[Sharding, None]] = {i: {s: None} for i, s in self.inputs.items()}
+        for i, s in self.graph.annotations.items():
+            made.setdefault(i, {})[s] = None
+        for node in self.graph.nodes:
+            labels = list(axis_labels(node.call, node.rule, self.mesh, asked[node.id]))
+            own = [own_seconds(node.call, p) for p in labels]
+            if len(node.inputs) == 1 and node.call.op.window is not None:
+                wanted = [Sharding(self.mesh, d) for d in dims.get(node.outputs[0], ())]
+                note = self.graph.annotations.get(node.outputs[0])
+                for p, seconds in window_labels(node.call, node.rule, self.mesh, made[node.inputs[0]], [*wanted, *([note] if note else [])]):
+                    labels.append(p)
+                    own.append(seconds)
+            self.labels.append(tuple(labels))
+            self.own.append(own)
+            for i, k in zip(node.outputs, range(len(node.outputs))):
+                there = made.setdefault(i, {})
+                there.update(dict.fromkeys(p.results[k] for p in labels))
+                there.update(dict.fromkeys([s.reduced() for s in there]))
 
     def _reserve(self, tensor: int, node) -> int:
         """A variable for a tensor that is shared."""
@@ -117,7 +140,7 @@ class Program:
 
     def _replicated(self) -> float:
         """Seconds of the plan in which every rank computes everything: the best one takes no more."""
-        work = sum(own_seconds(node.call, self.labels[node.id][0]) for node in self.graph.nodes)
+        work = sum(own[0] for own in self.own)
         ends = [*((s, self._whole(i), i) for i, s in self.inputs.items()),
                 *((self._whole(i), s, i) for i, s in self.graph.annotations.items())]
         return work + sum(float(self.prices.table((a,), (b,), self.ttype(i))[0, 0]) for a, b, i in ends if a is not b) + 1e-9
