@@ -19,20 +19,22 @@ from ..reshard.windows import window_move, window_of
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
 from ..sharding.value import Sharding, canonical_partial
-from .reshard_costs import whole_axes
+from .reshard_costs import Atoms
 
 _CARRIED = -1
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def axis_labels(call: Call, rule: Rule, mesh: DeviceMesh, strided: tuple[Layouts, ...] = ()) -> tuple[Placement, ...]:
+def axis_labels(
+    call: Call, rule: Rule, mesh: DeviceMesh, atoms: Atoms, strided: tuple[Layouts, ...] = ()
+) -> tuple[Placement, ...]:
     """Every way to put each axis on one factor, on none, or under the terms of operands that the op carries.
 
     `strided` are layouts in which some factors have axes inside their blocks, as annotations ask for: each is a start
     to which the other axes are added.
     """
     starts = [(WHOLE,) * len(rule.factors), *strided]
-    return distinct(itertools.chain.from_iterable(_enumerated(call, rule, mesh, start) for start in starts))
+    return distinct(itertools.chain.from_iterable(_enumerated(call, rule, mesh, atoms, start) for start in starts))
 
 
 def distinct(placements: Iterable[Placement]) -> tuple[Placement, ...]:
@@ -43,31 +45,50 @@ def distinct(placements: Iterable[Placement]) -> tuple[Placement, ...]:
     return tuple(found.values())
 
 
-def _enumerated(call: Call, rule: Rule, mesh: DeviceMesh, start: Layouts) -> Iterator[Placement]:
+def _enumerated(call: Call, rule: Rule, mesh: DeviceMesh, atoms: Atoms, start: Layouts) -> Iterator[Placement]:
     used = {split.axis for layout in start for split in layout if split.bound}
-    axes, carried = [axis for axis in whole_axes(mesh) if axis.axis not in used], carried_operands(call, rule)
+    axes, carried = [axis for axis in atoms if axis.axis not in used], carried_operands(call, rule)
     free = [f for f, factor in enumerate(rule.factors) if factor.kind is not FactorKind.BLOCK]
     places = [None, *free, *([_CARRIED] if carried else [])]
     for at in itertools.product(places, repeat=len(axes)):
-        layouts = _layouts(rule, start, axes, at)
-        if layouts is None:
-            continue
         terms = canonical_partial([axis for axis, place in zip(axes, at, strict=True) if place == _CARRIED])
         carries = [Carry(terms, reduce, operands) for operands, reduce in carried] if terms else [NO_CARRY]
-        found = (placed(call, rule, mesh, layouts, carry) for carry in carries)
-        yield from (placement for placement in found if placement is not None)
+        for layouts in _layouts(rule, start, axes, at):
+            found = (placed(call, rule, mesh, layouts, carry) for carry in carries)
+            yield from (placement for placement in found if placement is not None)
 
 
-def _layouts(rule: Rule, start: Layouts, axes: Sequence[Split], at: Sequence[int | None]) -> Layouts | None:
-    """The factors' layouts; None where an axis cuts a factor unevenly, or one that no merged dim can show."""
-    out = list(start)
-    for axis, place in zip(axes, at, strict=True):
-        if place is not None and place != _CARRIED:
-            out[place] = lay.canonical((*out[place], axis), rule.factors[place].size)
-    if any(layout and factor.size % lay.extent(layout) for layout, factor in zip(out, rule.factors, strict=True)):
-        return None
-    layouts = tuple(out)
-    return layouts if representable(rule, layouts) == layouts else None
+def _layouts(rule: Rule, start: Layouts, axes: Sequence[Split], at: Sequence[int | None]) -> Iterator[Layouts]:
+    """The factors' layouts; none where an axis cuts a factor unevenly, or where no merged dim can show them.
+
+    Of an axis in parts the minor ones alone may lie in blocks, or as gathering the major ones leaves them: in strides.
+    """
+    for strides in (False, True) if _has_gaps(axes, at) else (False,):
+        out = list(start)
+        for n, (axis, place) in enumerate(zip(axes, at, strict=True)):
+            if place is not None and place != _CARRIED:
+                gap = _gap(axes, at, n) if strides else 1
+                added = (Split(gap), axis) if gap > 1 else (axis,)
+                out[place] = (*out[place], *added)
+        canonical = [lay.canonical(layout, f.size) if layout else layout for layout, f in zip(out, rule.factors, strict=True)]
+        even = all(not f.size % lay.extent(layout) for layout, f in zip(out, rule.factors, strict=True) if layout)
+        layouts = tuple(canonical)
+        if even and representable(rule, layouts) == layouts:
+            yield layouts
+
+
+def _has_gaps(axes: Sequence[Split], at: Sequence[int | None]) -> bool:
+    return any(_gap(axes, at, n) > 1 for n, place in enumerate(at) if place is not None and place != _CARRIED)
+
+
+def _gap(axes: Sequence[Split], at: Sequence[int | None], n: int) -> int:
+    """How many blocks the more major parts of an axis, just before this one, would cut the factor into."""
+    gap = 1
+    for m in reversed(range(n)):
+        if axes[m].axis != axes[n].axis or at[m] == at[n]:
+            break
+        gap *= axes[m].size or 1
+    return gap
 
 
 @functools.lru_cache(maxsize=1 << 12)

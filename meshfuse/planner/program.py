@@ -16,12 +16,13 @@ from ..placement.factors import Placement
 from ..placement.options import Choice
 from ..placement.operand_layouts import Source
 from ..propagation import ShardedDefinition
+from ..sharding.layout import Split
 from ..sharding.value import Sharding
 from .cost_graph import Between, Classes, CostGraph, Costs, FromEither, Same
 from .dual_ascent import Certified, solve
 from .labels import axis_labels, own_seconds, window_labels
 from .strided import strided_layouts
-from .reshard_costs import exact_seconds, reshard_costs
+from .reshard_costs import Atoms, exact_seconds, reshard_costs, whole_axes
 
 Pair = tuple[Sharding, Sharding, TensorType]
 
@@ -29,7 +30,8 @@ Pair = tuple[Sharding, Sharding, TensorType]
 class Prices:
     """Tables of reshards, in closed form but for the pairs whose exact price is known."""
 
-    def __init__(self) -> None:
+    def __init__(self, atoms: Atoms) -> None:
+        self.atoms = atoms
         self.exact: dict[Pair, float] = {}
         self._tables: dict[tuple[object, ...], Costs] = {}
 
@@ -37,7 +39,7 @@ class Prices:
         key = (sources, targets, ttype)
         found = self._tables.get(key)
         if found is None:
-            found = self._tables[key] = reshard_costs(sources, targets, ttype)
+            found = self._tables[key] = reshard_costs(sources, targets, ttype, self.atoms)
         return found
 
     def correct(self, pairs: set[Pair]) -> bool:
@@ -112,7 +114,7 @@ class Program:
         for i, s in self.graph.annotations.items():
             made.setdefault(i, {})[s] = None
         for node in self.graph.nodes:
-            labels = list(axis_labels(node.call, node.rule, self.mesh, asked[node.id]))
+            labels = list(axis_labels(node.call, node.rule, self.mesh, self.prices.atoms, asked[node.id]))
             own = [own_seconds(node.call, p) for p in labels]
             if len(node.inputs) == 1 and node.call.op.window is not None:
                 wanted = [Sharding(self.mesh, d) for d in dims.get(node.outputs[0], ())]
@@ -275,8 +277,34 @@ class Program:
         return done
 
 
-def optimum(graph: Graph, mesh: DeviceMesh, rounds: int = 12):
-    program = Program(graph, mesh, Prices())
+@functools.lru_cache(maxsize=1 << 10)
+def parts_of_axes(mesh: DeviceMesh, most: int = 4) -> Atoms:
+    """The axes in their prime factors, as long as these are at most so many; the largest ones whole else."""
+    out = list(whole_axes(mesh))
+    for axis in sorted(out, key=lambda axis: axis.size or 1):
+        primes = _primes(axis.size or 1)
+        if len(out) - 1 + len(primes) <= most:
+            pre, parts = 1, []
+            for prime in primes:
+                parts.append(Split(prime, axis.axis, pre))
+                pre *= prime
+            place = out.index(axis)
+            out[place : place + 1] = parts
+    return tuple(out)
+
+
+def _primes(n: int) -> list[int]:
+    out, d = [], 2
+    while n > 1:
+        while n % d == 0:
+            out.append(d)
+            n //= d
+        d += 1
+    return out
+
+
+def optimum(graph: Graph, mesh: DeviceMesh, thorough: bool = False, rounds: int = 12):
+    program = Program(graph, mesh, Prices(parts_of_axes(mesh) if thorough else whole_axes(mesh)))
     for n in range(rounds):
         program.build()
         found = solve(program.costs)

@@ -31,39 +31,47 @@ _Forms = Callable[[int], tuple[Form, ...]]
 _NOWHERE, _PARTIAL = -1, -2
 
 
+Atoms = tuple[Split, ...]
+
+
 @functools.lru_cache(maxsize=1 << 10)
-def whole_axes(mesh: DeviceMesh) -> tuple[Split, ...]:
+def whole_axes(mesh: DeviceMesh) -> Atoms:
     """The axes of more than one rank."""
     return tuple([Split(n, name) for n, name in zip(mesh.shape, mesh.names, strict=True) if n > 1])
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _places(sharding: Sharding) -> tuple[tuple[int, int], ...] | None:
-    """For every whole axis where it is, and a number for all that is more major on that dim; None for parts of axes."""
-    axes = {axis: n for n, axis in enumerate(whole_axes(sharding.mesh))}
-    at = [(_NOWHERE, 0)] * len(axes)
-    bound = [*((split, dim) for dim, layout in enumerate(sharding.dims) for split in layout if split.bound),
-             *((split, _PARTIAL) for split in sharding.partial)]  # fmt: skip
-    if any(split not in axes for split, _ in bound):
-        return None
-    for split, dim in bound:
-        above = sharding.dims[dim][: sharding.dims[dim].index(split)] if dim >= 0 else ()
-        at[axes[split]] = (dim, _number(above))
-    return tuple(at)
+def _places(sharding: Sharding, atoms: Atoms) -> tuple[tuple[int, int], ...] | None:
+    """For every atom where it is, and how many blocks of the dim are more major; None where a split is no such atoms."""
+    at = dict.fromkeys(atoms, (_NOWHERE, 1))
+    for dim, layout in enumerate(sharding.dims):
+        above = 1
+        for split in layout:
+            for atom in _cut(split, atoms) if split.bound else ():
+                if atom is None:
+                    return None
+                at[atom] = (dim, above * (atom.pre // split.pre))
+            above *= split.size or 1
+    for split in sharding.partial:
+        for atom in _cut(split, atoms):
+            if atom is None:
+                return None
+            at[atom] = (_PARTIAL, 1)
+    return tuple(at.values())
 
 
-@functools.lru_cache(maxsize=1 << 16)
-def _number(layout: Layout) -> int:
-    """A number that equal layouts have alike: that of the first call with each."""
-    return next(_NUMBERS)
-
-
-_NUMBERS = itertools.count(1)
+@functools.lru_cache(maxsize=1 << 12)
+def _cut(split: Split, atoms: Atoms) -> tuple[Split | None, ...]:
+    """The atoms that a split is made of, major to minor; (None,) where there are none."""
+    end = split.pre * (split.size or 1)
+    parts = [a for a in atoms if a.axis == split.axis and split.pre <= a.pre < end]
+    fits = bool(parts) and parts[0].pre == split.pre and math.prod([a.size or 1 for a in parts]) == split.size
+    return tuple(parts) if fits else (None,)
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """Shardings of one tensor: `places` [shardings, axes], `above` [shardings, axes], a rank's bytes [shardings]."""
+    """Shardings of one tensor: `places` and `above` [shardings, atoms], a rank's bytes [shardings]."""
 
     places: np.ndarray
     above: np.ndarray
@@ -71,19 +79,24 @@ class _Side:
     reductions: np.ndarray
 
 
-def _side(shardings: Sequence[Sharding], ttype: TensorType) -> _Side:
-    places = np.array([_places(s) for s in shardings], dtype=np.int64).reshape(len(shardings), -1, 2)
+def _side(shardings: Sequence[Sharding], ttype: TensorType, atoms: Atoms) -> _Side:
+    places = np.array([_places(s, atoms) for s in shardings], dtype=np.int64).reshape(len(shardings), len(atoms), 2)
     nbytes = np.array([s.max_local_numel(ttype.shape) * float(ttype.dtype.itemsize) for s in shardings])
     return _Side(places[..., 0], places[..., 1], nbytes, np.array([s.reduce for s in shardings]))
 
 
-def reshard_costs(sources: Sequence[Sharding], targets: Sequence[Sharding], ttype: TensorType) -> Costs:
-    """Modelled seconds from every source to every target, of one mesh; inf where there is no way."""
+def reshard_costs(
+    sources: Sequence[Sharding], targets: Sequence[Sharding], ttype: TensorType, atoms: Atoms
+) -> Costs:
+    """Modelled seconds from every source to every target, of one mesh; inf where there is no way.
+
+    `atoms` are the axes, or the parts of axes that shardings are made of.
+    """
     out = np.empty((len(sources), len(targets)))
-    known = [[n for n, s in enumerate(side) if _places(s) is not None] for side in (sources, targets)]
+    known = [[n for n, s in enumerate(side) if _places(s, atoms) is not None] for side in (sources, targets)]
     if all(known):
-        sides = [_side([side[n] for n in there], ttype) for side, there in zip((sources, targets), known, strict=True)]
-        out[np.ix_(*known)] = _between(sides[0], sides[1], sources[0].mesh)
+        sides = [_side([side[n] for n in there], ttype, atoms) for side, there in zip((sources, targets), known, strict=True)]
+        out[np.ix_(*known)] = _between(sides[0], sides[1], sources[0].mesh, atoms)
     for n, m in _unknown_pairs(known, out.shape):
         out[n, m] = exact_seconds(sources[n], targets[m], ttype)
     return out
@@ -105,8 +118,8 @@ def exact_seconds(source: Sharding, target: Sharding, ttype: TensorType) -> floa
     return math.inf if path is None else path.seconds
 
 
-def _between(sources: _Side, targets: _Side, mesh: DeviceMesh) -> Costs:
-    change = _Change(sources, targets, mesh)
+def _between(sources: _Side, targets: _Side, mesh: DeviceMesh, atoms: Atoms) -> Costs:
+    change = _Change(sources, targets, mesh, atoms)
     ways = [_Way(change, scattered, shared).seconds() for scattered, shared in change.ways()]
     return np.where(change.impossible, np.inf, np.minimum.reduce(ways))
 
@@ -114,8 +127,8 @@ def _between(sources: _Side, targets: _Side, mesh: DeviceMesh) -> Costs:
 class _Change:
     """What happens to every axis, [sources, targets, axes] of booleans."""
 
-    def __init__(self, sources: _Side, targets: _Side, mesh: DeviceMesh):
-        self.axes, self.mesh = whole_axes(mesh), mesh
+    def __init__(self, sources: _Side, targets: _Side, mesh: DeviceMesh, atoms: Atoms):
+        self.axes, self.mesh = atoms, mesh
         before, after = sources.places[:, None, :], targets.places[None, :, :]
         shape = (len(sources.nbytes), len(targets.nbytes))
         self.nbytes = np.broadcast_to(sources.nbytes[:, None], shape)
@@ -129,7 +142,7 @@ class _Change:
         self.reduced = (before == _PARTIAL) & (after == _NOWHERE)
         self.gathered = (before >= 0) & (after == _NOWHERE)
         self.idle = stays & (before == _NOWHERE)
-        self.late = sliced & self._onto_left_dims(before, after, (self.moved | self.gathered) & ~stays)
+        self.late = sliced & self._onto_blocks_of(sources, targets, self.moved | self.gathered)
         self.sliced = sliced & ~self.late
         terms = stays & (before == _PARTIAL)
         mixed = terms.any(-1) & (sources.reductions[:, None] != targets.reductions[None, :])
@@ -137,11 +150,15 @@ class _Change:
         links = [link_over(mesh, (axis,)) for axis in self.axes]
         self.fast_first = sorted(range(len(links)), key=lambda n: (-links[n].bandwidth, links[n].latency, n))
 
-    @staticmethod
-    def _onto_left_dims(before: np.ndarray, after: np.ndarray, leaves: np.ndarray) -> np.ndarray:
-        """The axes that come to a dim which some axis leaves: blocks of that one are in the way until then."""
-        same_dim = before[..., None, :] == after[..., :, None]
-        return (same_dim & leaves[..., None, :]).any(-1)
+    def _onto_blocks_of(self, sources: _Side, targets: _Side, leaves: np.ndarray) -> np.ndarray:
+        """The axes that come to where blocks of another one are, which leaves: they must wait for that."""
+        sizes = np.array([axis.size or 1 for axis in self.axes])
+        out = np.zeros(leaves.shape, dtype=bool)
+        for n, m in itertools.permutations(range(len(self.axes)), 2):
+            start, other = targets.above[None, :, n], sources.above[:, None, m]
+            overlaps = (start < other * sizes[m]) & (other < start * sizes[n])
+            out[..., n] |= leaves[..., m] & overlaps & (targets.places[None, :, n] == sources.places[:, None, m])
+        return out
 
     def ways(self) -> Iterator[tuple[bool, bool]]:
         """Whether reductions are scattered until the end, and whether idle axes share the work; where that differs."""
