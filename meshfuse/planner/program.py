@@ -16,6 +16,7 @@ from ..placement.factors import Placement
 from ..placement.options import Choice
 from ..placement.operand_layouts import Source
 from ..propagation import ShardedDefinition
+from ..sharding import layout as lay
 from ..sharding.layout import Split
 from ..sharding.value import Sharding
 from .cost_graph import Between, Classes, CostGraph, Costs, FromEither, Same
@@ -196,12 +197,23 @@ class Program:
             self._share(variable, tensor, have, made)
 
     def _end_costs(self, tensor: int, have: tuple[Sharding, ...]) -> np.ndarray:
+        """Seconds from where a tensor is made to its annotation, or of an output to where it is left."""
         note = self.graph.annotations.get(tensor)
         if note is not None:
             return self._table(have, (note,), tensor)[:, 0]
         if tensor not in self.graph.outputs:
             return np.zeros(len(have))
-        return np.array([float(self._table((s,), (s.reduced(),), tensor)[0, 0]) if s.partial else 0.0 for s in have])
+        return np.array([self._end(tensor, s)[0] for s in have])
+
+    def _end(self, tensor: int, made: Sharding) -> tuple[float, Sharding]:
+        """What it takes to leave an output reduced, and where: scattered over a dim that divides, else reduced whole."""
+        if not made.partial:
+            return 0.0, made
+        shape = self.graph.shape(tensor)
+        ends = [s for s in (_scattered(made, d, n) for d, n in enumerate(shape)) if s is not None] + [made.reduced()]
+        costs = [float(self._table((made,), (end,), tensor)[0, 0]) for end in ends]
+        best = min(range(len(ends)), key=costs.__getitem__)
+        return costs[best], ends[best]
 
     def _share(self, variable: int, tensor: int, have: tuple[Sharding, ...], made: Classes | None) -> None:
         note, is_output = self.graph.annotations.get(tensor), tensor in self.graph.outputs
@@ -246,8 +258,15 @@ class Program:
             if tensor in self.makers and note is not None:
                 out.update((have, note, ttype) for have in there)
             elif tensor in self.makers and tensor in self.graph.outputs and there[0].partial:
-                out.add((there[0], there[0].reduced(), ttype))
+                out.add((there[0], self._left(tensor, chosen), ttype))
         return {(a, b, t) for a, b, t in out if a is not b}
+
+    def _left(self, tensor: int, chosen: Sequence[int]) -> Sharding:
+        """Where a free output is left: where it is made, or at its copy if that is reduced, or scattered."""
+        made, *copy = self._there(tensor, chosen)
+        if made.partial and copy and not copy[0].partial:
+            return copy[0]
+        return self._end(tensor, made)[1]
 
     def _there(self, tensor: int, chosen: Sequence[int]) -> list[Sharding]:
         shared = self.shared.get(tensor)
@@ -268,13 +287,21 @@ class Program:
             choices.append(Choice(placement, Source("whole"), 0.0))
             homes.update(zip(node.outputs, placement.results, strict=True))
         for i in graph.outputs:
-            if i in self.makers and i not in graph.annotations and homes[i].partial:
-                shared = self.shared.get(i)
-                copy = shared.labels[chosen[shared.variable]][1] if shared is not None else None
+            if i in self.makers and i not in graph.annotations:
+                homes[i] = self._left(i, chosen)
         homes |= dict(graph.annotations)
         done = ShardedDefinition(graph, tuple(choices), homes)
         done.verify()
         return done
+
+
+def _scattered(made: Sharding, dim: int, n: int) -> Sharding | None:
+    """A sum scattered over a dim; None where that does not divide."""
+    layout = (*made.dims[dim], *made.partial)
+    if n % lay.extent(layout):
+        return None
+    dims = [lay.canonical(layout, n) if d == dim else other for d, other in enumerate(made.dims)]
+    return Sharding(made.mesh, dims)
 
 
 @functools.lru_cache(maxsize=1 << 10)
