@@ -20,22 +20,44 @@ Numbers = np.ndarray  # of labels, or of what they have in common
 class Classes:
     """Labels by what they have in common: `of[label]` is a label's class."""
 
-    __slots__ = ("_order", "_present", "_starts", "count", "of")
+    __slots__ = ("_order", "_starts", "count", "of")
 
     def __init__(self, of: Numbers, count: int):
         self.of, self.count = of, count
-        self._order = np.argsort(of, kind="stable")
-        self._present, self._starts = np.unique(of[self._order], return_index=True)
+        self._order: Numbers | None = None
 
     def least(self, values: Costs) -> Costs:
         """By class the least value of its labels; inf for a class without labels."""
+        if self._order is None:
+            self._sort()
         out = np.full(self.count, np.inf)
-        out[self._present] = np.minimum.reduceat(values[self._order], self._starts)
+        if len(values):
+            ordered = values[self._order]
+            out[self.of[self._order[self._starts]]] = np.minimum.reduceat(ordered, self._starts)
         return out
 
-    def only(self, labels: Numbers) -> Classes:
-        """The classes of some of the labels."""
-        return Classes(self.of[labels], self.count)
+    def _sort(self) -> None:
+        self._order = np.argsort(self.of, kind="stable")
+        ordered = self.of[self._order]
+        self._starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+
+    def only(self, labels: Numbers) -> tuple[Classes, Numbers]:
+        """The classes of some of the labels, numbered anew, and their old numbers."""
+        there, of = np.unique(self.of[labels], return_inverse=True)
+        return Classes(of, len(there)), there
+
+
+class Digits(Classes):
+    """Labels that are pairs of numbers, row by row; their classes are the first numbers, or (`axis` 1) the second."""
+
+    __slots__ = ("axis", "shape")
+
+    def __init__(self, shape: tuple[int, int], axis: int):
+        super().__init__(np.indices(shape)[axis].ravel(), shape[axis])
+        self.shape, self.axis = shape, axis
+
+    def least(self, values: Costs) -> Costs:
+        return values.reshape(self.shape).min(1 - self.axis)
 
 
 class Edge(Protocol):
@@ -72,7 +94,8 @@ class Between:
         return (self.costs + self.first.least(values)[:, None]).min(0)[self.second.of]
 
     def only(self, first: Numbers, second: Numbers) -> Between:
-        return Between(self.sides, self.costs, self.first.only(first), self.second.only(second))
+        (one, rows), (two, columns) = self.first.only(first), self.second.only(second)
+        return Between(self.sides, self.costs[np.ix_(rows, columns)], one, two)
 
     def table(self) -> Costs:
         return self.costs[self.first.of][:, self.second.of]
@@ -92,7 +115,8 @@ class Same:
         return np.minimum(given.least(values), values.min() + self.penalty)[other.of]
 
     def only(self, first: Numbers, second: Numbers) -> Same:
-        return Same(self.sides, self.first.only(first), self.second.only(second), self.penalty)
+        one, two = Classes(self.first.of[first], self.first.count), Classes(self.second.of[second], self.second.count)
+        return Same(self.sides, one, two, self.penalty)
 
     def table(self) -> Costs:
         return np.where(self.first.of[:, None] == self.second.of[None, :], 0.0, self.penalty)
@@ -120,8 +144,10 @@ class FromEither:
         return np.minimum(*ways)[self.second.of]
 
     def only(self, first: Numbers, second: Numbers) -> FromEither:
-        there = (self.sources[0].only(first), self.sources[1].only(first))
-        return FromEither(self.sides, self.costs, there, self.second.only(second))
+        two, columns = self.second.only(second)
+        (one, rows), (other, others) = (source.only(first) for source in self.sources)
+        costs = (self.costs[0][np.ix_(rows, columns)], self.costs[1][np.ix_(others, columns)])
+        return FromEither(self.sides, costs, (one, other), two)
 
     def table(self) -> Costs:
         ways = [costs[source.of] for costs, source in zip(self.costs, self.sources, strict=True)]
@@ -153,6 +179,10 @@ class CostGraph:
         one = [np.array([label]) for label in labels]
         alone = sum(float(costs[label]) for costs, label in zip(self.costs, labels, strict=True))
         return alone + sum(float(e.only(one[e.sides[0]], one[e.sides[1]]).table()[0, 0]) for e in self.edges)
+
+    def sides(self) -> list[tuple[int, int]]:
+        """The neighbours, in pairs."""
+        return [edge.sides for edge in self.edges]
 
     def only(self, kept: Sequence[Numbers]) -> CostGraph:
         """The same problem with only these labels, by number, for every variable."""

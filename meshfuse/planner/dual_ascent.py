@@ -20,8 +20,14 @@ from .elimination import Assignment, eliminate, elimination_order
 MOST_CELLS = 1 << 22
 # Sweeps before labels are looked at again; doubled each time that drops none, up to so many in a row.
 _SWEEPS, _MOST_SWEEPS = 4, 64
+# So many labels of every variable are tried together.
+_FEW = 12
 # The part of the value by which costs count as equal.
 TOLERANCE = 1e-9
+
+
+# By edge the messages to its two sides.
+Sent = list[list[Costs]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +44,27 @@ class Certified:
         return (value - self.bound) / abs(value) if value - self.bound > TOLERANCE * abs(value) else 0.0
 
 
-def solve(graph: CostGraph, most_cells: int = MOST_CELLS) -> Certified:
-    """The assignment that costs least, with its proof; one with a gap where its tables would be too large."""
-    order = elimination_order(graph)
+def solve(graph: CostGraph, most_cells: int = MOST_CELLS, start: Sent | None = None) -> Certified:
+    """The assignment that costs least, with its proof; one with a gap where its tables would be too large.
+
+    `start` are the messages of a graph that differs in some costs alone.
+    """
+    order = elimination_order(graph.sizes(), graph.sides())
     if order.cells <= most_cells:
         best = eliminate(graph, order)
         return Certified(best, best.value)
-    return _Ascent(graph, most_cells).run()
+    return _Ascent(graph, most_cells, start).run()
 
 
 class _Ascent:
     """A cost graph from which labels are dropped; `kept` are the first numbers of those that are left."""
 
-    def __init__(self, graph: CostGraph, most_cells: int):
+    def __init__(self, graph: CostGraph, most_cells: int, start: Sent | None):
         self.graph, self.most_cells = graph, most_cells
         self.kept = [np.arange(n) for n in graph.sizes()]
         self.messages = Messages(graph)
+        if start:
+            self.messages.sent = start
         self.best = Assignment((), np.inf)
         self.bound = -np.inf
 
@@ -75,33 +86,41 @@ class _Ascent:
         return self.best.value - self.bound <= TOLERANCE * abs(self.best.value)
 
     def _near(self, slacks: Sequence[Costs]) -> float:
-        """Take the best assignment of labels with the least slack, of as many as can be eliminated; returns their most."""
-        self._round()
-        every = np.unique(np.concatenate(slacks))
-        low, high = 0, len(every)
-        found = None
+        """Take the best assignment of labels with the least slack, of as many as can be eliminated.
+
+        Returns by how much every other assignment exceeds the bound at least.
+        """
+        self._round(slacks)
+        levels = np.unique(np.concatenate(slacks))
+        ordered = [np.sort(slack) for slack in slacks]
+        low, high, order = 0, len(levels), None
         while low < high:
             middle = (low + high) // 2
-            kept = [np.flatnonzero(slack <= every[middle]) for slack in slacks]
-            graph = self.graph.only([labels if len(labels) else np.array([int(s.argmin())]) for labels, s in zip(kept, slacks)])
-            order = elimination_order(graph)
-            if order.cells <= self.most_cells:
-                found, low = (graph, order, kept, every[middle + 1] if middle + 1 < len(every) else np.inf), middle + 1
+            sizes = [max(1, int(np.searchsorted(slack, levels[middle], "right"))) for slack in ordered]
+            found = elimination_order(sizes, self.graph.sides())
+            if found.cells <= self.most_cells:
+                order, low = found, middle + 1
             else:
                 high = middle
-        if found is None:
+        if order is None:
             return 0.0
-        graph, order, kept, within = found
-        small = eliminate(graph, order)
-        kept = [labels if len(labels) else np.array([int(s.argmin())]) for labels, s in zip(kept, slacks)]
+        kept = [np.flatnonzero(slack <= levels[low - 1]) for slack in slacks]
+        kept = [labels if len(labels) else np.array([slack.argmin()]) for labels, slack in zip(kept, slacks, strict=True)]
+        small = eliminate(self.graph.only(kept), order)
         self._take(Assignment(tuple(int(k[n]) for k, n in zip(kept, small.labels, strict=True)), small.value))
-        return float(within)
+        return float(levels[low]) if low < len(levels) else np.inf
 
-    def _round(self) -> None:
-        """Take the messages' own assignments where they are better than the best."""
+    def _round(self, slacks: Sequence[Costs]) -> None:
+        """Take the messages' own assignments, and the best one of every variable's few labels with the least slack."""
         for backward in (False, True):
             labels = self.messages.rounded(backward)
             self._take(Assignment(tuple(labels), self.graph.value(labels)))
+        kept = [np.argsort(slack, kind="stable")[:_FEW] for slack in slacks]
+        graph = self.graph.only(kept)
+        order = elimination_order(graph.sizes(), graph.sides())
+        if order.cells <= self.most_cells:
+            small = eliminate(graph, order)
+            self._take(Assignment(tuple(int(k[n]) for k, n in zip(kept, small.labels, strict=True)), small.value))
 
     def _take(self, found: Assignment) -> None:
         if found.value < self.best.value:

@@ -9,7 +9,7 @@ models' are.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,10 +41,10 @@ class Order:
     cells: int
 
 
-def elimination_order(graph: CostGraph) -> Order:
+def elimination_order(sizes: Sequence[int], sides: Iterable[tuple[int, int]]) -> Order:
     """Always the variable whose table is smallest, of equal ones the one with fewest neighbours, then the first."""
-    sizes, near = graph.sizes(), [set[int]() for _ in graph.costs]
-    for a, b in (edge.sides for edge in graph.edges):
+    near = [set[int]() for _ in sizes]
+    for a, b in sides:
         near[a].add(b)
         near[b].add(a)
     queue = [(*_table(sizes, near, v), v) for v in range(len(sizes))]

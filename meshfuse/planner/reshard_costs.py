@@ -118,47 +118,63 @@ def exact_seconds(source: Sharding, target: Sharding, ttype: TensorType) -> floa
     return math.inf if path is None else path.seconds
 
 
+# What becomes of an axis in a reshard; the numbers are digits of a code.
+_STAYS, _IDLE, _SLICED, _LATE, _SCATTERED, _MOVED, _DISPLACED, _REDUCED, _GATHERED, _KINDS = range(10)
+
+
 def _between(sources: _Side, targets: _Side, mesh: DeviceMesh, atoms: Atoms) -> Costs:
-    change = _Change(sources, targets, mesh, atoms)
+    """Pairs in which the same becomes of all axes, at the same sizes, cost the same: each case is priced once."""
+    kinds, impossible = _kinds(sources, targets, atoms)
+    code = np.zeros(impossible.shape, dtype=np.int64)
+    for kind in kinds:
+        code = code * _KINDS + kind
+    sizes = [np.unique(side.nbytes, return_inverse=True) for side in (sources, targets)]
+    (before, rows), (after, columns) = sizes
+    code = (code * len(before) + rows[:, None]) * len(after) + columns[None, :]
+    cases, which = np.unique(code, return_inverse=True)
+    digits = cases // (len(before) * len(after))
+    listed = np.stack([digits // _KINDS**n % _KINDS for n in reversed(range(len(atoms)))], -1)
+    change = _Change(listed, before[cases // len(after) % len(before)], after[cases % len(after)], mesh, atoms)
     ways = [_Way(change, scattered, shared).seconds() for scattered, shared in change.ways()]
-    return np.where(change.impossible, np.inf, np.minimum.reduce(ways))
+    return np.where(impossible, np.inf, np.minimum.reduce(ways)[which.reshape(code.shape)])
+
+
+def _kinds(sources: _Side, targets: _Side, atoms: Atoms) -> tuple[list[np.ndarray], np.ndarray]:
+    """(by axis what becomes of it in each pair, whether the pair is impossible)."""
+    before = [sources.places[:, None, n] for n in range(len(atoms))]
+    after = [targets.places[None, :, n] for n in range(len(atoms))]
+    out = []
+    impossible = np.zeros((len(sources.nbytes), len(targets.nbytes)), dtype=bool)
+    for n, (old, new) in enumerate(zip(before, after, strict=True)):
+        same = old == new
+        kind = np.where(same & (old == _NOWHERE), _IDLE, np.full(same.shape, _STAYS))
+        kind[same & (old >= 0) & (sources.above[:, None, n] != targets.above[None, :, n])] = _DISPLACED
+        kind[(old == _NOWHERE) & (new >= 0)] = _SLICED
+        kind[(old == _PARTIAL) & (new >= 0)] = _SCATTERED
+        kind[(old >= 0) & (new >= 0) & ~same] = _MOVED
+        kind[(old == _PARTIAL) & (new == _NOWHERE)] = _REDUCED
+        kind[(old >= 0) & (new == _NOWHERE)] = _GATHERED
+        mixed = same & (old == _PARTIAL) & (sources.reductions[:, None] != targets.reductions[None, :])
+        impossible |= ((new == _PARTIAL) & ~same) | mixed
+        out.append(kind)
+    leaves = [(kind == _MOVED) | (kind == _GATHERED) for kind in out]
+    for n, m in itertools.permutations(range(len(atoms)), 2):
+        start, other = targets.above[None, :, n], sources.above[:, None, m]
+        overlaps = (start < other * (atoms[m].size or 1)) & (other < start * (atoms[n].size or 1))
+        out[n][(out[n] == _SLICED) & leaves[m] & overlaps & (after[n] == before[m])] = _LATE
+    return out, impossible
 
 
 class _Change:
-    """What happens to every axis, [sources, targets, axes] of booleans."""
+    """What becomes of every axis in some cases: [cases, axes] of booleans."""
 
-    def __init__(self, sources: _Side, targets: _Side, mesh: DeviceMesh, atoms: Atoms):
-        self.axes, self.mesh = atoms, mesh
-        before, after = sources.places[:, None, :], targets.places[None, :, :]
-        shape = (len(sources.nbytes), len(targets.nbytes))
-        self.nbytes = np.broadcast_to(sources.nbytes[:, None], shape)
-        self.target_nbytes = np.broadcast_to(targets.nbytes[None, :], shape)
-        stays = before == after
-        kept = stays & (before >= 0)
-        self.displaced = kept & (sources.above[:, None, :] != targets.above[None, :, :])
-        sliced = (before == _NOWHERE) & (after >= 0)
-        self.scattered = (before == _PARTIAL) & (after >= 0)
-        self.moved = (before >= 0) & (after >= 0) & ~stays
-        self.reduced = (before == _PARTIAL) & (after == _NOWHERE)
-        self.gathered = (before >= 0) & (after == _NOWHERE)
-        self.idle = stays & (before == _NOWHERE)
-        self.late = sliced & self._onto_blocks_of(sources, targets, self.moved | self.gathered)
-        self.sliced = sliced & ~self.late
-        terms = stays & (before == _PARTIAL)
-        mixed = terms.any(-1) & (sources.reductions[:, None] != targets.reductions[None, :])
-        self.impossible = ((after == _PARTIAL) & ~stays).any(-1) | mixed
+    def __init__(self, kinds: np.ndarray, nbytes: np.ndarray, target_nbytes: np.ndarray, mesh: DeviceMesh, atoms: Atoms):
+        self.axes, self.mesh, self.nbytes, self.target_nbytes = atoms, mesh, nbytes, target_nbytes
+        self.idle, self.sliced, self.late = kinds == _IDLE, kinds == _SLICED, kinds == _LATE
+        self.scattered, self.moved, self.displaced = kinds == _SCATTERED, kinds == _MOVED, kinds == _DISPLACED
+        self.reduced, self.gathered = kinds == _REDUCED, kinds == _GATHERED
         links = [link_over(mesh, (axis,)) for axis in self.axes]
         self.fast_first = sorted(range(len(links)), key=lambda n: (-links[n].bandwidth, links[n].latency, n))
-
-    def _onto_blocks_of(self, sources: _Side, targets: _Side, leaves: np.ndarray) -> np.ndarray:
-        """The axes that come to where blocks of another one are, which leaves: they must wait for that."""
-        sizes = np.array([axis.size or 1 for axis in self.axes])
-        out = np.zeros(leaves.shape, dtype=bool)
-        for n, m in itertools.permutations(range(len(self.axes)), 2):
-            start, other = targets.above[None, :, n], sources.above[:, None, m]
-            overlaps = (start < other * sizes[m]) & (other < start * sizes[n])
-            out[..., n] |= leaves[..., m] & overlaps & (targets.places[None, :, n] == sources.places[:, None, m])
-        return out
 
     def ways(self) -> Iterator[tuple[bool, bool]]:
         """Whether reductions are scattered until the end, and whether idle axes share the work; where that differs."""

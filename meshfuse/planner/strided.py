@@ -1,19 +1,16 @@
 """Layouts that annotations ask for and that no axis on a factor gives: axes inside the blocks of a dim.
 
-The shards of a fused weight are strided: rank r has part r of each of its matrices. Such layouts are followed forward
-and back through the ops' rules once; each is then a label of all the ops that it reaches.
+The shards of a fused weight are strided: rank r has part r of each of its matrices. Such layouts are followed through
+the ops' rules, forward and back; each is then a start for the labels of all the ops that it reaches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from ..graph import Graph, Node
-from ..ops.rules import DimFactors
-from ..ops.values import TensorType
 from ..placement.factors import Layouts, layouts_of, representable, tensor_layouts
-from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout
 
 Dims = tuple[Layout, ...]
@@ -22,59 +19,53 @@ _MOST = 6
 
 
 def is_strided(layout: Layout) -> bool:
-    """Whether an axis lies inside a dim's blocks, or is in parts."""
+    """Whether an axis lies inside a dim's blocks."""
     return any(not split.bound for split in layout)
 
 
-@dataclass(slots=True)
-class _Found:
-    """By tensor the strided layouts of its dims."""
+@dataclass(frozen=True, slots=True)
+class StridedLayouts:
+    """The strided layouts of each tensor's dims, all other dims whole."""
 
     graph: Graph
-    dims: dict[int, dict[Dims, None]]
+    dims: dict[int, dict[Dims, None]] = field(default_factory=dict)
 
-    def add(self, tensor: int, dims: Iterable[Layout]) -> None:
+    @classmethod
+    def of(cls, graph: Graph) -> StridedLayouts:
+        """Those that the annotations of a graph ask for, and what follows from them."""
+        found = cls(graph)
+        for tensor, sharding in graph.annotations.items():
+            found._add(tensor, sharding.dims)
+        if any(found.dims.values()):
+            for node in (*graph.nodes, *reversed(graph.nodes), *graph.nodes):
+                found._follow(node)
+        return found
+
+    def of_op(self, node: Node) -> tuple[Layouts, ...]:
+        """The layouts of an op's factors that its operands and results ask for."""
+        return tuple(dict.fromkeys(found for found in self._asked(node) if any(map(is_strided, found))))
+
+    def of_tensor(self, tensor: int) -> tuple[Dims, ...]:
+        """The strided layouts of a tensor's dims."""
+        return tuple(self.dims.get(tensor, ()))
+
+    def _asked(self, node: Node) -> Iterator[Layouts]:
+        rule, call = node.rule, node.call
+        sides = (*zip(node.inputs, rule.operands, call.types), *zip(node.outputs, rule.results, call.results))
+        for tensor, factors, ttype in sides:
+            for dims in self.of_tensor(tensor):
+                yield representable(rule, layouts_of(rule, factors, ttype.shape, dims))
+
+    def _follow(self, node: Node) -> None:
+        """Add what the op's tensors are in the layouts that some of them ask for."""
+        rule, call = node.rule, node.call
+        sides = (*zip(node.inputs, rule.operands, call.types), *zip(node.outputs, rule.results, call.results))
+        for layouts in [*self._asked(node)]:
+            for tensor, factors, ttype in sides:
+                self._add(tensor, tensor_layouts(rule, factors, ttype.shape, layouts) or ())
+
+    def _add(self, tensor: int, dims: Iterable[Layout]) -> None:
         only = tuple(layout if is_strided(layout) else WHOLE for layout in dims)
         known = self.dims.setdefault(tensor, {})
         if any(only) and len(known) < _MOST:
             known.setdefault(only)
-
-    def asked(self, node: Node) -> dict[Layouts, None]:
-        """The layouts of an op's factors that its operands and results ask for."""
-        rule, call = node.rule, node.call
-        sides = [*zip(node.inputs, rule.operands, call.types), *zip(node.outputs, rule.results, call.results)]
-        out: dict[Layouts, None] = {}
-        for tensor, factors, ttype in sides:
-            for dims in self.dims.get(tensor, ()):
-                found = representable(rule, layouts_of(rule, factors, ttype.shape, dims))
-                if any(map(is_strided, found)):
-                    out.setdefault(found)
-        return out
-
-    def follow(self, node: Node) -> None:
-        """Add what the op's other tensors are in these layouts."""
-        rule, call = node.rule, node.call
-        sides = [*zip(node.inputs, rule.operands, call.types), *zip(node.outputs, rule.results, call.results)]
-        for layouts in self._all(node):
-            for tensor, factors, ttype in sides:
-                dims = tensor_layouts(rule, factors, ttype.shape, layouts)
-                if dims is not None:
-                    self.add(tensor, dims)
-
-    def _all(self, node: Node) -> Iterable[Layouts]:
-        rule, call = node.rule, node.call
-        sides = [*zip(node.inputs, rule.operands, call.types), *zip(node.outputs, rule.results, call.results)]
-        for tensor, factors, ttype in sides:
-            for dims in self.dims.get(tensor, ()):
-                yield representable(rule, layouts_of(rule, factors, ttype.shape, dims))
-
-
-def strided_layouts(graph: Graph) -> Mapping[int, tuple[Layouts, ...]]:
-    """By op the strided layouts of its factors that some annotation asks for."""
-    found = _Found(graph, {})
-    for tensor, sharding in graph.annotations.items():
-        found.add(tensor, sharding.dims)
-    if any(found.dims.values()):
-        for node in (*graph.nodes, *reversed(graph.nodes), *graph.nodes):
-            found.follow(node)
-    return {node.id: tuple(found.asked(node)) for node in graph.nodes}, {i: tuple(d) for i, d in found.dims.items()}
