@@ -1,8 +1,8 @@
 """A problem of many choices: every variable takes one label, at a cost, and neighbours' labels cost together.
 
 The planner's variables are the placements of ops and the copies of tensors (`planner.program`); here they are numbers.
-What neighbours' labels cost depends on few things about them, such as the sharding of one tensor: an edge knows what, so
-that passing costs along it takes far less work than its table of all pairs has cells.
+What neighbours' labels cost depends on few things about them, such as the sharding of one tensor. An edge knows these:
+costs are passed along it with far less work than its table of all pairs has cells.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ Numbers = np.ndarray  # of labels, or of what they have in common
 class Classes:
     """Labels by what they have in common: `of[label]` is a label's class."""
 
-    __slots__ = ("_order", "_starts", "count", "of")
+    __slots__ = ("_sorted", "count", "of")
 
     def __init__(self, of: Numbers, count: int):
         self.of, self.count = of, count
-        self._order: Numbers | None = None
+        self._sorted: tuple[Numbers, Numbers] | None = None
 
     def least(self, values: Costs) -> Costs:
         """By class the least value of its labels; inf for a class without labels."""
-        if self._order is None:
-            self._sort()
+        order, starts = self._sorted = self._sorted or self._sort()
         out = np.full(self.count, np.inf)
         if len(values):
-            ordered = values[self._order]
-            out[self.of[self._order[self._starts]]] = np.minimum.reduceat(ordered, self._starts)
+            out[self.of[order[starts]]] = np.minimum.reduceat(values[order], starts)
         return out
 
-    def _sort(self) -> None:
-        self._order = np.argsort(self.of, kind="stable")
-        ordered = self.of[self._order]
-        self._starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+    def _sort(self) -> tuple[Numbers, Numbers]:
+        """The labels by class, and where each class begins among them."""
+        order = np.argsort(self.of, kind="stable")
+        ordered = self.of[order]
+        return order, np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
 
     def only(self, labels: Numbers) -> tuple[Classes, Numbers]:
         """The classes of some of the labels, numbered anew, and their old numbers."""

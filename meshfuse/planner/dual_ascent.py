@@ -15,11 +15,11 @@ import numpy as np
 from .cost_graph import CostGraph, Costs, Numbers
 from .elimination import Assignment, eliminate, elimination_order
 
-# Cells of the largest table that is made: 32 MB of float64. Whoever has less memory may lower it; a plan that is then
+# Cells of the largest table that is made: 8 MB of float64. Whoever has less memory may lower it; a plan that is then
 # no longer proven says so.
-MOST_CELLS = 1 << 22
+MOST_CELLS = 1 << 20
 # Sweeps before labels are looked at again; doubled each time that drops none, up to so many in a row.
-_SWEEPS, _MOST_SWEEPS = 4, 64
+_SWEEPS, _MOST_SWEEPS = 8, 128
 # So many labels of every variable are tried together.
 _FEW = 12
 # The part of the value by which costs count as equal.
@@ -104,8 +104,7 @@ class _Ascent:
                 high = middle
         if order is None:
             return 0.0
-        kept = [np.flatnonzero(slack <= levels[low - 1]) for slack in slacks]
-        kept = [labels if len(labels) else np.array([slack.argmin()]) for labels, slack in zip(kept, slacks, strict=True)]
+        kept = [np.flatnonzero(slack <= max(levels[low - 1], slack.min())) for slack in slacks]
         small = eliminate(self.graph.only(kept), order)
         self._take(Assignment(tuple(int(k[n]) for k, n in zip(kept, small.labels, strict=True)), small.value))
         return float(levels[low]) if low < len(levels) else np.inf
@@ -191,7 +190,7 @@ class Messages:
         """For every label, by how much the assignments with it exceed the bound at least."""
         for v in range(len(self.graph.costs)):
             parts = [self._belief(v), *[self._edge_least(edge, side) for edge, side in self.at[v]]]
-            yield sum([part - part.min() for part in parts])
+            yield np.add.reduce([part - part.min() for part in parts])
 
     def rounded(self, backward: bool = False) -> list[int]:
         """An assignment, one variable after another, each in view of those before it."""

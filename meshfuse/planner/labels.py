@@ -70,9 +70,9 @@ def _layouts(rule: Rule, start: Layouts, axes: Sequence[Split], at: Sequence[int
                 gap = _gap(axes, at, n) if strides else 1
                 added = (Split(gap), axis) if gap > 1 else (axis,)
                 out[place] = (*out[place], *added)
-        canonical = [lay.canonical(layout, f.size) if layout else layout for layout, f in zip(out, rule.factors, strict=True)]
-        even = all(not f.size % lay.extent(layout) for layout, f in zip(out, rule.factors, strict=True) if layout)
-        layouts = tuple(canonical)
+        pairs = [*zip(out, (factor.size for factor in rule.factors), strict=True)]
+        layouts = tuple([lay.canonical(layout, n) if layout else layout for layout, n in pairs])
+        even = all(not n % lay.extent(layout) for layout, n in pairs)
         if even and representable(rule, layouts) == layouts:
             yield layouts
 

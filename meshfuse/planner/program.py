@@ -1,8 +1,8 @@
 """A program as a cost graph: a variable for every op, and one for every tensor whose readers may share a copy.
 
 An op's labels are its placements. Those of a tensor with several readers are (where it is made, a copy that is made of
-it once, or none): every reader takes it from the one that is cheaper for it, so that a reshard is paid once however many
-read its result. An annotated tensor has its annotation for the copy.
+it once, or none). Every reader takes it from the one that is cheaper for it: a reshard is paid once however many read
+its result. An annotated tensor has its annotation for the copy.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class Program:
         return tuple(s for s, n in counts.items() if n >= wanted)
 
     def _copy_costs(self, tensor: int, have: Shardings, copies: Shardings, must: bool) -> Costs:
-        """[have, copies and none]: making the copy, and leaving an output; none only where the copy is free or may be."""
+        """[have, copies and none]: making the copy, and leaving an output. With `must`, none only for a free copy."""
         to_copy = self._table(have, copies, tensor) if copies else np.zeros((len(have), 0))
         without = np.where(to_copy[:, :1] <= _FREE, 0.0, self.limit) if must else np.zeros((len(have), 1))
         costs = np.concatenate([np.where(to_copy > _FREE, to_copy, self.limit), without], 1)

@@ -22,7 +22,7 @@ from ..mesh import DeviceMesh
 from ..ops.values import TensorType
 from ..reshard.prices import EXCHANGE_SECONDS, MOVE_SECONDS, SLICE_SECONDS, link_over
 from ..reshard.search import plan
-from ..sharding.layout import Layout, Split
+from ..sharding.layout import Split
 from ..sharding.value import Sharding
 from .cost_graph import Costs
 
@@ -42,8 +42,8 @@ def whole_axes(mesh: DeviceMesh) -> Atoms:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _places(sharding: Sharding, atoms: Atoms) -> tuple[tuple[int, int], ...] | None:
-    """For every atom where it is, and how many blocks of the dim are more major; None where a split is no such atoms."""
-    at = dict.fromkeys(atoms, (_NOWHERE, 1))
+    """For every atom where it is, and how many blocks of the dim are more major; None for splits of other parts."""
+    at: dict[Split | None, tuple[int, int]] = dict.fromkeys(atoms, (_NOWHERE, 1))
     for dim, layout in enumerate(sharding.dims):
         above = 1
         for split in layout:
@@ -85,9 +85,7 @@ def _side(shardings: Sequence[Sharding], ttype: TensorType, atoms: Atoms) -> _Si
     return _Side(places[..., 0], places[..., 1], nbytes, np.array([s.reduce for s in shardings]))
 
 
-def reshard_costs(
-    sources: Sequence[Sharding], targets: Sequence[Sharding], ttype: TensorType, atoms: Atoms
-) -> Costs:
+def reshard_costs(sources: Sequence[Sharding], targets: Sequence[Sharding], ttype: TensorType, atoms: Atoms) -> Costs:
     """Modelled seconds from every source to every target, of one mesh; inf where there is no way.
 
     `atoms` are the axes, or the parts of axes that shardings are made of.
@@ -95,7 +93,9 @@ def reshard_costs(
     out = np.empty((len(sources), len(targets)))
     known = [[n for n, s in enumerate(side) if _places(s, atoms) is not None] for side in (sources, targets)]
     if all(known):
-        sides = [_side([side[n] for n in there], ttype, atoms) for side, there in zip((sources, targets), known, strict=True)]
+        sides = [
+            _side([side[n] for n in there], ttype, atoms) for side, there in zip((sources, targets), known, strict=True)
+        ]
         out[np.ix_(*known)] = _between(sides[0], sides[1], sources[0].mesh, atoms)
     for n, m in _unknown_pairs(known, out.shape):
         out[n, m] = exact_seconds(sources[n], targets[m], ttype)
@@ -168,7 +168,9 @@ def _kinds(sources: _Side, targets: _Side, atoms: Atoms) -> tuple[list[np.ndarra
 class _Change:
     """What becomes of every axis in some cases: [cases, axes] of booleans."""
 
-    def __init__(self, kinds: np.ndarray, nbytes: np.ndarray, target_nbytes: np.ndarray, mesh: DeviceMesh, atoms: Atoms):
+    def __init__(
+        self, kinds: np.ndarray, nbytes: np.ndarray, target_nbytes: np.ndarray, mesh: DeviceMesh, atoms: Atoms
+    ):
         self.axes, self.mesh, self.nbytes, self.target_nbytes = atoms, mesh, nbytes, target_nbytes
         self.idle, self.sliced, self.late = kinds == _IDLE, kinds == _SLICED, kinds == _LATE
         self.scattered, self.moved, self.displaced = kinds == _SCATTERED, kinds == _MOVED, kinds == _DISPLACED
@@ -250,7 +252,7 @@ class _Way:
             self.nbytes[where] /= self.change.axes[n].size or 1
 
     def _exchange(self) -> None:
-        """All-to-alls one after another, or the pieces of all of them at once, as where a dim's blocks change places."""
+        """All-to-alls one after another, or all pieces at once: so, too, where a dim's blocks change places."""
         change = self.change
         apart = change.displaced.any(-1)
         for axes, where in change.sets(change.moved | change.displaced):

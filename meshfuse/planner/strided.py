@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ..graph import Graph, Node
+from ..ops.rules import DimFactors
 from ..placement.factors import Layouts, layouts_of, representable, tensor_layouts
 from ..sharding.layout import WHOLE, Layout
 
@@ -50,22 +51,26 @@ class StridedLayouts:
         return tuple(self.dims.get(tensor, ()))
 
     def _asked(self, node: Node) -> Iterator[Layouts]:
-        rule, call = node.rule, node.call
-        sides = (*zip(node.inputs, rule.operands, call.types), *zip(node.outputs, rule.results, call.results))
-        for tensor, factors, ttype in sides:
+        for tensor, factors, shape in _tensors(node):
             for dims in self.of_tensor(tensor):
-                yield representable(rule, layouts_of(rule, factors, ttype.shape, dims))
+                yield representable(node.rule, layouts_of(node.rule, factors, shape, dims))
 
     def _follow(self, node: Node) -> None:
         """Add what the op's tensors are in the layouts that some of them ask for."""
-        rule, call = node.rule, node.call
-        sides = (*zip(node.inputs, rule.operands, call.types), *zip(node.outputs, rule.results, call.results))
         for layouts in [*self._asked(node)]:
-            for tensor, factors, ttype in sides:
-                self._add(tensor, tensor_layouts(rule, factors, ttype.shape, layouts) or ())
+            for tensor, factors, shape in _tensors(node):
+                self._add(tensor, tensor_layouts(node.rule, factors, shape, layouts) or ())
 
     def _add(self, tensor: int, dims: Iterable[Layout]) -> None:
         only = tuple(layout if is_strided(layout) else WHOLE for layout in dims)
         known = self.dims.setdefault(tensor, {})
         if any(only) and len(known) < _MOST:
             known.setdefault(only)
+
+
+def _tensors(node: Node) -> list[tuple[int, DimFactors, tuple[int, ...]]]:
+    """An op's operands and results: each one's number, the factors of its dims, and its shape."""
+    rule, call = node.rule, node.call
+    sides = ((node.inputs, rule.operands, call.types), (node.outputs, rule.results, call.results))
+    rows = (row for side in sides for row in zip(*side, strict=True))
+    return [(tensor, factors, ttype.shape) for tensor, factors, ttype in rows]
