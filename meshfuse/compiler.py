@@ -2,7 +2,7 @@
 
 definition → `specialize` → `split_biases` → `unify_links` → `apply_distributed_forms` (by `propagate`) →
 `fuse_mean_variance` → `searched` → `split_concats` → `update_in_place` → `reassociate_sums` → `merge_windows` →
-`lower_ring_ops` → `widen_sums` → `insert_resharding` → `hoist_moves` → `rematerialize_gathers` → `bucket_collectives` →
+`lower_ring_ops` → `widen_sums` → `insert_resharding` → `hoist_reshards` → `rematerialize_gathers` → `bucket_collectives` →
 `pipeline_chunks` → `segment` → `lower_to_host_ir` → executor. Every stage is a function from one printable value to the
 next and changes nothing of what it is given.
 
@@ -38,7 +38,7 @@ from .planner.shape_reuse import PLANS
 from .propagation import ShardedDefinition, ends
 from .reshard.borders import Borders
 from .reshard.bucketing import bucket_collectives
-from .reshard.hoist_moves import hoist_moves
+from .reshard.hoist_reshards import hoist_reshards
 from .reshard.rematerialize import peak, rematerialize_gathers
 from .resharding import ReshardedDefinition, insert_resharding
 from .rewrites.distributed_forms import apply_distributed_forms
@@ -144,9 +144,9 @@ def _with_ends(graph: Graph, compiled: CompiledProgram, borders: Borders) -> Gra
     targets = ends(compiled.sharded)
     left = {i: targets[end] for i, end in zip(graph.outputs, compiled.graph.outputs, strict=True)}
     made = {i for node in graph.nodes for i in node.outputs}
-    free = {i: home for i, home in left.items() if i in made and i not in graph.annotations}
+    free = {i: sharding for i, sharding in left.items() if i in made and i not in graph.annotations}
     told = {layout for i in graph.input_tensors if i in graph.annotations for layout in graph.annotations[i].dims}
-    asked = {i: borders.placed(home, graph.shape(i), told) for i, home in free.items()}
+    asked = {i: borders.placed(sharding, graph.shape(i), told) for i, sharding in free.items()}
     return graph if asked == free else graph.annotated(asked, "an output, laid out as DTensors can be")
 
 
@@ -207,7 +207,7 @@ def compile_sharded(
 ) -> CompiledProgram:  # fmt: skip
     """The stages after propagation; `taken_from` is the graph of other sizes that the plan was made for."""
     sharded = widen_sums(lower_ring_ops(planned))
-    resharded = hoist_moves(insert_resharding(sharded, borders))
+    resharded = hoist_reshards(insert_resharding(sharded, borders))
     resharded.verify()
     resharded, in_flight = _in_order(resharded, max_memory)
     overlapped = pipeline_chunks(resharded)

@@ -12,7 +12,7 @@ from .errors import SourceLine, file_name
 from .graph import Graph
 from .lowering.bucketed_calls import buckets, lower_bucket
 from .lowering.buffer_checker import BufferChecker
-from .lowering.collectives import MoveContext, lower_move
+from .lowering.collectives import ReshardContext, lower_reshard
 from .lowering.durations import CostModel
 from .lowering.effects import Effects, effects, mentioned
 from .lowering.fusable_copies import fusable_copies, fusible_parts
@@ -43,9 +43,9 @@ from .ops import OPS
 from .ops.opdef import OpDef
 from .ops.rules import FactorKind, Rule
 from .ops.values import ScalarRef
-from .reshard.hoist_moves import local_cost
-from .reshard.steps import Move, wire_elements
-from .resharding import Compute, Set, Value
+from .reshard.hoist_reshards import local_cost
+from .reshard.steps import Step, wire_elements
+from .resharding import Compute, Reshard, Value
 from .sharding import layout as lay
 
 
@@ -132,7 +132,7 @@ def _comment(instruction: Instruction | None) -> str:
     if not isinstance(instruction, CommunicationCall):
         return ""
     about = instruction.about
-    return f"  # {about.tensor}: {about.move}; {about.wire:.0f} bytes; {about.why} {about.line}"
+    return f"  # {about.tensor}: {about.step}; {about.wire:.0f} bytes; {about.why} {about.line}"
 
 
 def _where(function: Callable[..., Any]) -> str:
@@ -286,7 +286,7 @@ class RankLowering:
         self._spared = fusable_copies(segmented, self.fusible)
         self._texts = OpText(rank, self.scalar_text)
         self._costs: dict[tuple[int, int], tuple[float, float]] = {}
-        self._move_texts: dict[Move, tuple[str, str, str]] = {}
+        self._step_texts: dict[Step, tuple[str, str, str]] = {}
 
     def run(self, in_flight: int) -> HostProgram:
         """The whole program, scheduled and with frees."""
@@ -365,35 +365,35 @@ class RankLowering:
 
     # moves ----------------------------------------------------------------------------------------------------
 
-    def _communicate(self, steps: Sequence[Set]) -> None:
+    def _communicate(self, statements: Sequence[Reshard]) -> None:
         """Lower moves; several at once may be one call."""
-        mine = [s for s in steps if self.rank in s.move.src.mesh or self.rank in s.move.dst.mesh]
-        moves = [self.move_context(s, self.name(s.source), f"v{s.target}", self.is_fresh(s.source)) for s in mine]
-        if len(moves) > 1 and len(moves[0].group) > 1:
-            self.instructions += lower_bucket(moves)
+        mine = [s for s in statements if self.rank in s.step.src.mesh or self.rank in s.step.dst.mesh]
+        contexts = [self.reshard_context(s, self.name(s.source), f"v{s.target}", self.is_fresh(s.source)) for s in mine]
+        if len(contexts) > 1 and len(contexts[0].group) > 1:
+            self.instructions += lower_bucket(contexts)
         else:
-            self.instructions += [made for c in moves for made in lower_move(c)]
+            self.instructions += [made for c in contexts for made in lower_reshard(c)]
 
-    def move_context(self, step: Set, source: str, target: str, fresh: bool) -> MoveContext:
+    def reshard_context(self, reshard: Reshard, source: str, target: str, fresh: bool) -> ReshardContext:
         """A move on this rank, from a buffer to a new one of these names."""
-        tensor = self.graph.tensors[self.values[step.source].tensor]
-        kind, axes, text = self._move_text(step.move)
-        wire = self.wire(step.move, step.source)
-        about = Communication(kind, axes, tensor.label, wire, step.why, step.line, text)
-        work, is_spared = f"w{step.target}", step.target in self._spared
-        return MoveContext(self.rank, step.move, tensor.type, source, target, about, fresh, work, is_spared)
+        tensor = self.graph.tensors[self.values[reshard.source].tensor]
+        kind, axes, text = self._step_text(reshard.step)
+        wire = self.wire(reshard.step, reshard.source)
+        about = Communication(kind, axes, tensor.label, wire, reshard.why, reshard.line, text)
+        work, is_spared = f"w{reshard.target}", reshard.target in self._spared
+        return ReshardContext(self.rank, reshard.step, tensor.type, source, target, about, fresh, work, is_spared)
 
-    def _move_text(self, move: Move) -> tuple[str, str, str]:
+    def _step_text(self, step: Step) -> tuple[str, str, str]:
         """(kind, axes, text) of a move; worked out once for equal moves."""
-        found = self._move_texts.get(move)
+        found = self._step_texts.get(step)
         if found is None:
-            found = self._move_texts[move] = (move.kind.value, ",".join(map(str, move.axes)), str(move))
+            found = self._step_texts[step] = (step.kind.value, ",".join(map(str, step.axes)), str(step))
         return found
 
-    def wire(self, move: Move, source: int) -> float:
+    def wire(self, step: Step, source: int) -> float:
         """The bytes that this rank sends in a move of a value."""
         kind = self.segmented.resharded.type_of(source)
-        return wire_elements(move, kind.shape, self.rank) * kind.dtype.itemsize
+        return wire_elements(step, kind.shape, self.rank) * kind.dtype.itemsize
 
     def is_fresh(self, value: int) -> bool:
         """Whether a value is in memory that only one reader sees, which may write there."""
@@ -407,15 +407,15 @@ class RankLowering:
 
     def is_read_outside(self, loop: ChunkLoop, value: int) -> bool:
         """Whether a value is read by more than the loop's own steps."""
-        inside = sum(step.inputs.count(value) for step in loop.steps)
+        inside = sum(statement.inputs.count(value) for statement in loop.statements)
         return self.readers.get(value, 0) > inside
 
 
 def _reader_counts(segmented: SegmentedDefinition) -> dict[int, int]:
     """By value how many ops, moves and outputs read it."""
     counts: dict[int, int] = dict.fromkeys(segmented.resharded.outputs, 1)
-    for step in segmented.resharded.steps:
-        for v in step.inputs:
+    for statement in segmented.resharded.statements:
+        for v in statement.inputs:
             counts[v] = counts.get(v, 0) + 1
     return counts
 
@@ -425,7 +425,7 @@ def _fresh_values(segmented: SegmentedDefinition) -> set[int]:
     nodes, found = segmented.resharded.graph.nodes, set[int]()
     known: dict[tuple[int, int], bool] = {}  # of equal calls in equal placements, which are the same objects
     for part in segmented.parts:
-        for compute in () if isinstance(part, Set) else part.computes:
+        for compute in () if isinstance(part, Reshard) else part.computes:
             node = nodes[compute.node]
             key = (id(node.call), id(compute.placement))
             if key not in known:

@@ -37,7 +37,7 @@ def prepared(
     """
     _check(fd, inputs, line)
     compiled = fd.latest(shapes)
-    given = {i: compiled.planned.homes[i] for i in inputs}
+    given = {i: compiled.planned.shardings[i] for i in inputs}
     keeping, found = _cut(compiled.planned, given, gathered)
     if not found.handed_on:
         read = ", ".join(fd.tensors[i].label for i in inputs)

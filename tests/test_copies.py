@@ -124,8 +124,8 @@ def results(compiled: CompiledProgram, made: Sequence[HostProgram], inputs: Sequ
     refs = compiled.graph.inputs
 
     def part(ref: TensorRef | ScalarRef, whole: Any, rank: int) -> Any:
-        home = compiled.sharded.homes[ref.id] if isinstance(ref, TensorRef) else None
-        return shard(whole, home, rank) if home is not None and rank in home.mesh else whole
+        sharding = compiled.sharded.shardings[ref.id] if isinstance(ref, TensorRef) else None
+        return shard(whole, sharding, rank) if sharding is not None and rank in sharding.mesh else whole
 
     given = {p.rank: [part(ref, whole, p.rank) for ref, whole in zip(refs, inputs, strict=True)] for p in made}
     return list(Simulation(made, torch.device("cpu"), check_streams=True).run(given, 0, 0).values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..lowering.segments import Segment, SegmentedDefinition
-from ..reshard.hoist_moves import local_cost
+from ..reshard.hoist_reshards import local_cost
 from ..resharding import Compute
 
 # What nvFuser has no kernels of its own for, but calls cuBLAS or flash attention, as torch does.

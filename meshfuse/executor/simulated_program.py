@@ -28,13 +28,13 @@ class SimulatedProgram:
         return {rank: self._arguments_of(rank, fd, given) for rank in self.compiled.ranks}
 
     def _arguments_of(self, rank: int, fd: DefinitionBuilder, given: Inputs) -> list[Any]:
-        homes = self.compiled.sharded.homes
+        shardings = self.compiled.sharded.shardings
         out: list[Any] = []
         for ref in fd.inputs:
             if not isinstance(ref, TensorRef):
                 out.append(given.scalars[ref.id])
-            elif fd.placed(ref.id) is not None and rank in homes[ref.id].mesh:
-                out.append(shard(given.tensors[ref.id], homes[ref.id], rank))
+            elif fd.placed(ref.id) is not None and rank in shardings[ref.id].mesh:
+                out.append(shard(given.tensors[ref.id], shardings[ref.id], rank))
             else:
                 out.append(given.tensors[ref.id])
         return out

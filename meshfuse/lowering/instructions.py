@@ -291,7 +291,7 @@ class Communication:
     wire: float
     why: str
     line: SourceLine
-    move: str
+    step: str
     parts: tuple[Communication, ...] = ()
 
     @property

@@ -14,7 +14,7 @@ from typing import Literal
 
 from ..graph import Stream
 from ..mesh import DeviceMesh
-from ..resharding import Compute, ReshardedDefinition, Set, Step
+from ..resharding import Compute, Reshard, ReshardedDefinition, Statement
 from ..sharding import layout as lay
 from .chunked_dims import ChunkedDim
 
@@ -33,7 +33,7 @@ class ChunkLoop:
     """
 
     id: int
-    steps: tuple[Step, ...]
+    statements: tuple[Statement, ...]
     cuts: ChunkedDims
     chunks: int
     ring: RingKind | None
@@ -43,26 +43,26 @@ class ChunkLoop:
     @property
     def mesh(self) -> DeviceMesh:
         """The mesh of all its steps."""
-        return step_mesh(self.steps[0])
+        return statement_mesh(self.statements[0])
 
     @property
     def computes(self) -> tuple[Compute, ...]:
-        return tuple(s for s in self.steps if isinstance(s, Compute))
+        return tuple(s for s in self.statements if isinstance(s, Compute))
 
     @property
-    def moves(self) -> tuple[Set, ...]:
-        return tuple(s for s in self.steps if isinstance(s, Set))
+    def reshards(self) -> tuple[Reshard, ...]:
+        return tuple(s for s in self.statements if isinstance(s, Reshard))
 
     @property
     def inputs(self) -> tuple[int, ...]:
         """The values that come from outside the loop."""
         made = set(self.outputs)
-        return tuple(dict.fromkeys(v for s in self.steps for v in s.inputs if v not in made))
+        return tuple(dict.fromkeys(v for s in self.statements for v in s.inputs if v not in made))
 
     @property
     def outputs(self) -> tuple[int, ...]:
         """All values that the loop makes."""
-        return tuple(v for s in self.steps for v in s.outputs)
+        return tuple(v for s in self.statements for v in s.outputs)
 
     def only(self, tensor: int, chunk: int) -> tuple[int, lay.Runs]:
         """(dim, indices of it) of a chunk of a tensor."""
@@ -84,7 +84,7 @@ class OverlappedDefinition:
     """
 
     resharded: ReshardedDefinition
-    parts: tuple[Step | ChunkLoop, ...]
+    parts: tuple[Statement | ChunkLoop, ...]
     refused: Mapping[int, str]
 
     @property
@@ -93,12 +93,12 @@ class OverlappedDefinition:
 
     def verify(self) -> None:
         """Assert that every step is there once, after what it reads."""
-        steps = [s for part in self.parts for s in (part.steps if isinstance(part, ChunkLoop) else (part,))]
-        assert len(steps) == len(self.resharded.steps)
+        statements = [s for part in self.parts for s in (part.statements if isinstance(part, ChunkLoop) else (part,))]
+        assert len(statements) == len(self.resharded.statements)
         known = set(self.resharded.inputs)
-        for step in steps:
-            assert known.issuperset(step.inputs) and known.isdisjoint(step.outputs)
-            known.update(step.outputs)
+        for statement in statements:
+            assert known.issuperset(statement.inputs) and known.isdisjoint(statement.outputs)
+            known.update(statement.outputs)
 
     def fingerprint(self) -> str:
         """A text that is equal only for equal definitions with equal loops, in the same order."""
@@ -111,7 +111,7 @@ class OverlappedDefinition:
         for loop in self.loops:
             cut = loop.cuts[loop.asked]
             how = f" in a ring ({loop.ring})" if loop.ring else ""
-            names = ", ".join(self.resharded.name_of(step) for step in loop.steps)
+            names = ", ".join(self.resharded.name_of(statement) for statement in loop.statements)
             label = graph.tensors[loop.asked].label
             count = f"{loop.chunks} chunk{'s' * (loop.chunks != 1)}"
             lines.append(f"loop {loop.id}: {count} of {cut}{how}: {names}  # asked of {label}")
@@ -120,6 +120,6 @@ class OverlappedDefinition:
         return "\n".join(lines)
 
 
-def step_mesh(step: Step) -> DeviceMesh:
+def statement_mesh(statement: Statement) -> DeviceMesh:
     """The mesh that a step runs on; for a transfer the one that it sends from."""
-    return step.placement.results[0].mesh if isinstance(step, Compute) else step.move.src.mesh
+    return statement.placement.results[0].mesh if isinstance(statement, Compute) else statement.step.src.mesh

@@ -18,7 +18,7 @@ from ..reshard.bounds import at_least
 from ..reshard.prices import price
 from ..reshard.search import plan
 from ..reshard.steps import Reordering, Window
-from ..reshard.windows import window_move, window_of
+from ..reshard.windows import window_of, window_step
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE
 from ..sharding.value import Sharding
@@ -196,10 +196,10 @@ def _window_candidates(setting: Setting) -> Iterator[_Candidate]:
         if src.partial or src.mesh != setting.mesh or not _cuts(window, src):
             continue
         for dst in _window_targets(setting, src, window):
-            move = window_move(src, dst, window)
-            seconds = price(move, kind.shape, kind.dtype.itemsize).seconds
+            step = window_step(src, dst, window)
+            seconds = price(step, kind.shape, kind.dtype.itemsize).seconds
             seconds += computation(dst.max_local_numel(target.shape), setting.mesh.flops)
-            placement = Placement((WHOLE,) * len(setting.rule.factors), (src,), (dst,), move=move)
+            placement = Placement((WHOLE,) * len(setting.rule.factors), (src,), (dst,), step=step)
             yield placement, Source("pieces"), seconds + _to_annotations(setting, (dst,))
 
 

@@ -127,13 +127,13 @@ def _text(graph: Graph, sharded: ShardedDefinition) -> str | None:
 
 def packed(sharded: ShardedDefinition) -> str:
     """The decisions that led to this sharded definition."""
-    return dump((sharded.graph.rewritings, sharded.choices, tuple(sorted(sharded.homes.items()))))
+    return dump((sharded.graph.rewritings, sharded.choices, tuple(sorted(sharded.shardings.items()))))
 
 
 def unpacked(text: str, graph: Graph) -> ShardedDefinition:
     """The sharded definition that these decisions make of the graph. Raises where they do not fit it."""
-    rewritings, choices, homes = load(text)
-    sharded = ShardedDefinition(rewritten(graph, rewritings), tuple(choices), dict(homes))
+    rewritings, choices, shardings = load(text)
+    sharded = ShardedDefinition(rewritten(graph, rewritings), tuple(choices), dict(shardings))
     sharded.verify()
     _check_parts(sharded)
     return sharded
@@ -142,24 +142,24 @@ def unpacked(text: str, graph: Graph) -> ShardedDefinition:
 def _check_parts(sharded: ShardedDefinition) -> None:
     """Raises NotStorable (or what parts of other types give) unless each placement follows from its layouts."""
     graph = sharded.graph
-    for i, home in sharded.homes.items():
-        if not isinstance(home, Sharding) or home.ndim != graph.tensors[i].type.ndim:
-            raise NotStorable(f"no plan: {graph.tensors[i].label} lies in {shown(home)}")
+    for i, sharding in sharded.shardings.items():
+        if not isinstance(sharding, Sharding) or sharding.ndim != graph.tensors[i].type.ndim:
+            raise NotStorable(f"no plan: {graph.tensors[i].label} lies in {shown(sharding)}")
     for node, choice in zip(graph.nodes, sharded.choices, strict=True):
         placement = choice.placement
         if not _is_told(choice) or placed_again(node, placement) != placement:
             raise NotStorable(f"no plan: {node.name} is not computed so")
         for out, result in zip(node.outputs, placement.results, strict=True):
-            home = sharded.homes[out]
-            left = out in graph.outputs and _may_be_left(result, home, graph.shape(out))
-            if home not in (result, graph.annotations.get(out)) and not left:
-                raise NotStorable(f"no plan: {graph.tensors[out].label} is not made in {home}")
+            sharding = sharded.shardings[out]
+            left = out in graph.outputs and _may_be_left(result, sharding, graph.shape(out))
+            if sharding not in (result, graph.annotations.get(out)) and not left:
+                raise NotStorable(f"no plan: {graph.tensors[out].label} is not made in {sharding}")
 
 
-def _may_be_left(made: Sharding, home: Sharding, shape: tuple[int, ...]) -> bool:
-    """Whether an output may be left at `home`, if its op makes it in `made`."""
-    fits = Sharding.make(home.mesh, home.dims, shape) is home
-    return fits and home.mesh == made.mesh
+def _may_be_left(made: Sharding, sharding: Sharding, shape: tuple[int, ...]) -> bool:
+    """Whether an output may be left at `sharding`, if its op makes it in `made`."""
+    fits = Sharding.make(sharding.mesh, sharding.dims, shape) is sharding
+    return fits and sharding.mesh == made.mesh
 
 
 def _is_told(choice: Choice) -> bool:

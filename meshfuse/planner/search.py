@@ -68,7 +68,7 @@ IDLE, GRID_IDLE = 40, 30
 # Grids are searched on where the plans found there move less than so many times what the best one moves.
 HOPEFUL = 1.25
 # Seconds of moves, about 100 KB on the default link, that are not worth half of a far search.
-SMALL_MOVES = 2e-6
+SMALL_RESHARDS = 2e-6
 # A loose search takes plans for one whose times differ by less than this part of the time of the best plan's moves.
 SLACK = 0.01
 
@@ -258,7 +258,7 @@ class _PlanSearch:
 
     def _share(self) -> None:
         """Try inputs that are whole as if ranks shared them."""
-        for starts in shared_starts(self.graph, self.best.homes):
+        for starts in shared_starts(self.graph, self.best.shardings):
             for search in (FAST, LATE):
                 self._try(_followed(self.graph, self.best, starts), search)
 
@@ -304,7 +304,7 @@ class _PlanSearch:
 
         Whether there is one. Where all moves together take no time to speak of, none is searched farthest.
         """
-        large = self.cost.moving > SMALL_MOVES
+        large = self.cost.moving > SMALL_RESHARDS
         most = self.cost.moving * HOPEFUL if large else self.cost.moving + EPSILON
         found = [(grid, there) for grid, there in self._on_grids(_PlanSearch.near, large) if there.cost.moving < most]
         for grid, there in found:
@@ -372,7 +372,7 @@ class _PlanSearch:
     def _made(self, plan: ShardedDefinition) -> dict[int, Sharding]:
         """The shardings of what ops make in a plan."""
         inputs = set(self.graph.input_tensors)
-        return {i: home for i, home in plan.homes.items() if i not in inputs}
+        return {i: sharding for i, sharding in plan.shardings.items() if i not in inputs}
 
     def _try(self, asked: Mapping[int, Sharding] | None, search: BeamSettings = FAST) -> None:
         self._keep(self.propagation.again(asked, search))
@@ -384,7 +384,9 @@ class _PlanSearch:
 
     def _spent(self, found: ShardedDefinition) -> PlanCost:
         """What a plan takes; looked up where a search has found the same plan before."""
-        same = (cost for plan, cost in self._costs if plan.choices == found.choices and plan.homes == found.homes)
+        same = (
+            cost for plan, cost in self._costs if plan.choices == found.choices and plan.shardings == found.shardings
+        )
         known = next(same, None)
         if known is None:
             known = plan_cost(found)
@@ -417,5 +419,5 @@ def _followed(graph: Graph, plan: ShardedDefinition, starts: Starts) -> dict[int
 
     `starts`: inputs that are taken to lie elsewhere.
     """
-    inputs = {i: starts.get(i, plan.homes[i]) for i in graph.input_tensors}
-    return all_followed(graph, inputs, lambda i: plan.homes[i].reduced())
+    inputs = {i: starts.get(i, plan.shardings[i]) for i in graph.input_tensors}
+    return all_followed(graph, inputs, lambda i: plan.shardings[i].reduced())

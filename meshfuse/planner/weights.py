@@ -45,7 +45,7 @@ def saved_by_leaving(plan: ShardedDefinition) -> float:
         for i, need in zip(node.inputs, choice.placement.operands, strict=True):
             if i in unread:
                 unread.discard(i)
-                lost = _lost(plan.homes[i], need)
+                lost = _lost(plan.shardings[i], need)
                 if lost and len(node.inputs) > 1:
                     nbytes = shard_bytes(need, plan.graph.tensors[i].type)
                     gathering = _gathering(lost, need, nbytes)
@@ -56,11 +56,11 @@ def saved_by_leaving(plan: ShardedDefinition) -> float:
     return saved / spent if saved else 0.0
 
 
-def _lost(home: Sharding, need: Sharding) -> tuple[Split, ...]:
+def _lost(sharding: Sharding, need: Sharding) -> tuple[Split, ...]:
     """The axes over which dims of a tensor are gathered; of dims that move in another way none."""
-    if home is need or home.mesh != need.mesh:
+    if sharding is need or sharding.mesh != need.mesh:
         return ()
-    rows = zip(home.dims, need.dims, strict=True)
+    rows = zip(sharding.dims, need.dims, strict=True)
     return tuple([split for old, new in rows if is_prefix(new, old) for split in axes(old[len(new) :])])
 
 
@@ -150,7 +150,7 @@ class _Parts:
     """
 
     def __init__(self, plan: ShardedDefinition, axis: str):
-        self.graph, self.homes, self.axis = plan.graph, plan.homes, axis
+        self.graph, self.shardings, self.axis = plan.graph, plan.shardings, axis
         self._inputs, self._left = set(plan.graph.input_tensors), set(plan.graph.outputs)
         self._of: dict[int, _Part] = {}
         self._sums: dict[int, Sharding] = {}
@@ -201,7 +201,7 @@ class _Parts:
                 self._reduced(i, need)
             elif i in self._of and i not in self._inputs and (i, need) not in self._rows:
                 self._rows.add((i, need))
-                (part or self._of[i]).root().reducing += self._seconds(self.homes[i], need, i)
+                (part or self._of[i]).root().reducing += self._seconds(self.shardings[i], need, i)
 
     def _learned(self, placement: Placement) -> _Along:
         """What lies along the axis in an op's placement."""
@@ -241,6 +241,6 @@ class _Parts:
 
     def _gathered(self, tensor: int) -> float:
         """Seconds to gather a tensor along the axis, or to scatter it there: as long."""
-        home = self.homes[tensor]
-        axis = Split(home.mesh.axis_size(self.axis), self.axis)
-        return _gathering((axis,), home, (axis.size or 1) * shard_bytes(home, self.graph.tensors[tensor].type))
+        sharding = self.shardings[tensor]
+        axis = Split(sharding.mesh.axis_size(self.axis), self.axis)
+        return _gathering((axis,), sharding, (axis.size or 1) * shard_bytes(sharding, self.graph.tensors[tensor].type))

@@ -48,7 +48,7 @@ def before(sharded: ShardedDefinition, ends: Mapping[int, Sharding]) -> Before:
 def _asked(sharded: ShardedDefinition, ends: Mapping[int, Sharding]) -> tuple[dict[int, Sharding], _AskedOf]:
     """The sharding in which every tensor is made, and what else is needed of it, in the order of its readers."""
     graph, asked = sharded.graph, _AskedOf()
-    origins, said = {i: sharded.homes[i] for i in graph.input_tensors}, graph.annotations
+    origins, said = {i: sharded.shardings[i] for i in graph.input_tensors}, graph.annotations
     for node, choice in zip(graph.nodes, sharded.choices, strict=True):
         placement = choice.placement
         for i, needed in zip(node.inputs, placement.operands, strict=True):

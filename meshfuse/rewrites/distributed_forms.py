@@ -144,7 +144,7 @@ class _Chooser:
     """Compares an op's distributed forms with the plain op, by itself, from the shardings that its operands have."""
 
     def __init__(self, graph: Graph, probe: ShardedDefinition, world: DeviceMesh):
-        self.graph, self.homes, self.world = graph, probe.homes, world
+        self.graph, self.shardings, self.world = graph, probe.shardings, world
         self.read = {i for node in graph.nodes for i in node.inputs} | set(graph.outputs)
 
     def groups(self) -> list[Forms]:
@@ -160,11 +160,11 @@ class _Chooser:
         """Equal for ops that have the same choice to make."""
         places = tuple(node.inputs.index(i) for i in node.inputs)
         asked = tuple(self.graph.annotations.get(i, i in self.read) for i in node.outputs)
-        return (node.call, places, tuple(self.homes[i] for i in node.inputs), asked)
+        return (node.call, places, tuple(self.shardings[i] for i in node.inputs), asked)
 
     def _cheapest(self, node: Node) -> Blocked | None:
         """The dim whose distributed form is the cheapest; None where the plain op is as cheap."""
-        found = list(_blocked(node, [self.homes[i] for i in node.inputs]))
+        found = list(_blocked(node, [self.shardings[i] for i in node.inputs]))
         if not found:
             return None
         alone = self._alone(node)
@@ -179,8 +179,8 @@ class _Chooser:
     def _alone(self, node: Node, back: bool = False) -> Graph:
         """A graph of this op alone, its operands annotated where they are; with `back` its results as well."""
         inputs = tuple(dict.fromkeys(node.inputs))
-        known = {i: self.homes[i].reduced() for i in inputs}
-        known |= {i: self.homes[i].reduced() for i in node.outputs if back and i in self.read}
+        known = {i: self.shardings[i].reduced() for i in inputs}
+        known |= {i: self.shardings[i].reduced() for i in node.outputs if back and i in self.read}
         known |= {i: self.graph.annotations[i] for i in node.outputs if i in self.graph.annotations}
         return dataclasses.replace(
             self.graph,
@@ -193,14 +193,14 @@ class _Chooser:
         )
 
 
-def _blocked(node: Node, homes: Sequence[Sharding]) -> Iterator[Blocked]:
+def _blocked(node: Node, shardings: Sequence[Sharding]) -> Iterator[Blocked]:
     """The sharded dims of operands that the op needs whole; if it needs none whole, those that it sums over."""
     kinds = [factor.kind for factor in node.rule.factors]
     asked = FactorKind.BLOCK if FactorKind.BLOCK in kinds else FactorKind.REDUCE
-    for operand, (home, dims) in enumerate(zip(homes, node.rule.operands, strict=True)):
+    for operand, (sharding, dims) in enumerate(zip(shardings, node.rule.operands, strict=True)):
         for dim, factors in enumerate(dims):
-            if axes(home.dims[dim]) and any(kinds[f] is asked for f in factors):
-                yield blocked(operand, dim, home.dims[dim])
+            if axes(sharding.dims[dim]) and any(kinds[f] is asked for f in factors):
+                yield blocked(operand, dim, sharding.dims[dim])
 
 
 def blocked(operand: int, dim: int, layout: Layout) -> Blocked:

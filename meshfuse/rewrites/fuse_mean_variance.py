@@ -69,7 +69,7 @@ def fuse_mean_variance(sharded: ShardedDefinition, world: DeviceMesh) -> Sharded
 def _by_gathers(sharded: ShardedDefinition) -> bool:
     """Whether all moments are merged after a gather; an all-to-all would need more calls after it."""
     merges = [(n, c) for n, c in zip(sharded.graph.nodes, sharded.choices, strict=True) if n.name == "block_merge"]
-    return all(c.placement.operands[0].dims[2:] == sharded.homes[n.inputs[0]].dims[2:] for n, c in merges)
+    return all(c.placement.operands[0].dims[2:] == sharded.shardings[n.inputs[0]].dims[2:] for n, c in merges)
 
 
 class _MomentsFinder:

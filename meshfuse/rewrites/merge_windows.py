@@ -50,7 +50,7 @@ def merge_windows(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort 
     graph = sharded.graph
     if not any(node.call.op.window is not None for node in graph.nodes):
         return sharded
-    cuts = {i: cut_dims(home) for i, home in sharded.homes.items()}, _followed(sharded)
+    cuts = {i: cut_dims(sharding) for i, sharding in sharded.shardings.items()}, _followed(sharded)
     best, windows = sharded, WindowFinder(graph).run()
     for rewriting in dict.fromkeys(filter(None, [_joined(graph, cut, windows) for cut in cuts])):
         best = better(best, searched(propagate(rewriting(graph), world), world, effort))

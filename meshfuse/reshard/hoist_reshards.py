@@ -17,8 +17,8 @@ from ..costs import DEVICE_FLOPS, DEVICE_LINK, DEVICE_MEMORY
 from ..graph import Graph
 from ..ops.opdef import Call
 from ..placement.factors import Placement
-from ..resharding import Compute, ReshardedDefinition, Set, Step
-from .steps import Move, MoveKind
+from ..resharding import Compute, Reshard, ReshardedDefinition, Statement
+from .steps import Step, StepKind
 
 # Modelled seconds of a move, and of the work beside it, that are worth a launch more.
 WORTH_A_LAUNCH = 20e-6
@@ -41,57 +41,59 @@ class Seconds:
         self.graph: Graph = resharded.graph
         self._known: dict[object, float] = {}
 
-    def of(self, step: Step) -> float:
+    def of(self, statement: Statement) -> float:
         """Seconds of an op's computation, or of a move."""
-        if isinstance(step, Compute):
-            call = self.graph.nodes[step.node].call
-            key: object = (id(call), id(step.placement))
+        if isinstance(statement, Compute):
+            call = self.graph.nodes[statement.node].call
+            key: object = (id(call), id(statement.placement))
             if key not in self._known:
-                flops, nbytes = local_cost(call, step.placement)
+                flops, nbytes = local_cost(call, statement.placement)
                 self._known[key] = max(flops / DEVICE_FLOPS, nbytes / DEVICE_MEMORY)
             return self._known[key]
-        kind = self.resharded.type_of(step.source)
-        key = (step.move, kind)
+        kind = self.resharded.type_of(statement.source)
+        key = (statement.step, kind)
         if key not in self._known:
-            self._known[key] = _moved(step.move, kind.shape) * kind.dtype.itemsize / DEVICE_LINK.bandwidth
+            self._known[key] = _moved(statement.step, kind.shape) * kind.dtype.itemsize / DEVICE_LINK.bandwidth
         return self._known[key]
 
 
-def _moved(move: Move, shape: Sequence[int]) -> float:
+def _moved(step: Step, shape: Sequence[int]) -> float:
     """Elements of the largest shard that a move sends or receives."""
-    if move.kind is MoveKind.SLICE:
+    if step.kind is StepKind.SLICE:
         return 0.0
-    sizes = move.src.max_local_numel(shape), move.dst.max_local_numel(shape)
-    return float(2 * sizes[0] if move.kind is MoveKind.ALL_REDUCE else max(sizes))
+    sizes = step.src.max_local_numel(shape), step.dst.max_local_numel(shape)
+    return float(2 * sizes[0] if step.kind is StepKind.ALL_REDUCE else max(sizes))
 
 
-def hoist_moves(resharded: ReshardedDefinition) -> ReshardedDefinition:
+def hoist_reshards(resharded: ReshardedDefinition) -> ReshardedDefinition:
     """The same steps, with moves that are worth it earlier. The order is the same on all ranks."""
     seconds = Seconds(resharded)
-    if not any(isinstance(step, Set) and seconds.of(step) >= WORTH_A_LAUNCH for step in resharded.steps):
+    if not any(
+        isinstance(statement, Reshard) and seconds.of(statement) >= WORTH_A_LAUNCH for statement in resharded.statements
+    ):
         return resharded
-    costs = [seconds.of(step) for step in resharded.steps]
+    costs = [seconds.of(statement) for statement in resharded.statements]
     keys = _places(resharded, costs)
     order = sorted(range(len(keys)), key=keys.__getitem__)
-    return replace(resharded, steps=tuple([resharded.steps[place] for place in order]))
+    return replace(resharded, statements=tuple([resharded.statements[place] for place in order]))
 
 
 def _places(resharded: ReshardedDefinition, costs: Sequence[float]) -> list[tuple[int, int]]:
     """For each step a key to sort by: the place that it comes after, and its turn there."""
-    work = [c if isinstance(s, Compute) else 0.0 for s, c in zip(resharded.steps, costs, strict=True)]
+    work = [c if isinstance(s, Compute) else 0.0 for s, c in zip(resharded.statements, costs, strict=True)]
     until = list(itertools.accumulate(work, initial=0.0))
     made_at: dict[int, int] = dict.fromkeys(resharded.inputs, -1)
     keys: list[tuple[int, int]] = []
-    for place, step in enumerate(resharded.steps):
+    for place, statement in enumerate(resharded.statements):
         base = place
-        if isinstance(step, Set) and step.node is None and costs[place] >= WORTH_A_LAUNCH:
-            first = made_at[step.source]
+        if isinstance(statement, Reshard) and statement.node is None and costs[place] >= WORTH_A_LAUNCH:
+            first = made_at[statement.source]
             if first < 0:
                 first = _ahead(until, place, _AHEAD * costs[place])
             if until[place] - until[first + 1] >= WORTH_A_LAUNCH:
                 base = first
         keys.append((base, -1 if base == place else place))
-        for value in step.outputs:
+        for value in statement.outputs:
             made_at[value] = base
     return keys
 
