@@ -2,7 +2,8 @@
 
 definition → `specialize` → `split_biases` → `unify_links` → `apply_distributed_forms` (by `propagate`) →
 `fuse_mean_variance` → `searched` → `split_concats` → `update_in_place` → `reassociate_sums` → `merge_windows` →
-`lower_ring_ops` → `widen_sums` → `insert_resharding` → `hoist_reshards` → `rematerialize_gathers` → `bucket_collectives` →
+`lower_ring_ops` → `widen_sums` → `insert_resharding` → `hoist_reshards` → `rematerialize_gathers` →
+`bucket_collectives` →
 `pipeline_chunks` → `segment` → `lower_to_host_ir` → executor. Every stage is a function from one printable value to the
 next and changes nothing of what it is given.
 

@@ -392,8 +392,8 @@ class RankLowering:
 
     def wire(self, step: Step, source: int) -> float:
         """The bytes that this rank sends in a move of a value."""
-        kind = self.segmented.resharded.type_of(source)
-        return wire_elements(step, kind.shape, self.rank) * kind.dtype.itemsize
+        ttype = self.segmented.resharded.type_of(source)
+        return wire_elements(step, ttype.shape, self.rank) * ttype.dtype.itemsize
 
     def is_fresh(self, value: int) -> bool:
         """Whether a value is in memory that only one reader sees, which may write there."""

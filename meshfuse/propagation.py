@@ -140,8 +140,8 @@ def first_reduced(sharded: ShardedDefinition, left: Mapping[int, Sharding]) -> d
     return {i: _first_reduced(makers.get(i, end), end, types[i].type) for i, end in left.items()}
 
 
-def _first_reduced(made: Sharding, end: Sharding, kind: TensorType) -> Sharding:
-    path = plan(made, end, kind.shape, kind.dtype.itemsize) if made.mesh == end.mesh else None
+def _first_reduced(made: Sharding, end: Sharding, ttype: TensorType) -> Sharding:
+    path = plan(made, end, ttype.shape, ttype.dtype.itemsize) if made.mesh == end.mesh else None
     passed = [step.dst for step in path.steps] if path is not None else []
     return next((place for place in passed if not place.partial), end)
 
@@ -162,9 +162,9 @@ class _Tracer:
         self._known: dict[int, Sharding] = {}
 
     def end(self, output: int) -> Sharding:
-        sharding, kind = self.shardings[output], self.graph.tensors[output].type
+        sharding, ttype = self.shardings[output], self.graph.tensors[output].type
         targets = [sharding.reduced(), self._follow(output)]
-        plans = [plan(sharding, target, kind.shape, kind.dtype.itemsize) for target in targets]
+        plans = [plan(sharding, target, ttype.shape, ttype.dtype.itemsize) for target in targets]
         seconds = [p.seconds if p is not None else float("inf") for p in plans]
         return targets[1] if seconds[1] < seconds[0] else targets[0]
 
@@ -345,8 +345,8 @@ class Propagation:
 
     def _saved(self, tensor: int, held: Available, start: Sharding, need: Sharding) -> float:
         """The seconds that a tensor takes less to where it is needed if it is at `start`, too."""
-        kind = self.graph.tensors[tensor].type
-        slow, fast = (cheapest(there, need, kind.shape, kind.dtype.itemsize) for there in (held, (*held, start)))
+        ttype = self.graph.tensors[tensor].type
+        slow, fast = (cheapest(there, need, ttype.shape, ttype.dtype.itemsize) for there in (held, (*held, start)))
         return slow - fast
 
     def _wanted(self, asked: Mapping[int, Sharding], plainly: bool) -> dict[int, Available]:

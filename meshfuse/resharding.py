@@ -76,9 +76,9 @@ Statement = Compute | Reshard
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def shard_bytes(sharding: Sharding, kind: TensorType) -> int:
+def shard_bytes(sharding: Sharding, ttype: TensorType) -> int:
     """Bytes of the largest shard of a tensor."""
-    return sharding.max_local_numel(kind.shape) * kind.dtype.itemsize
+    return sharding.max_local_numel(ttype.shape) * ttype.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ class ReshardedDefinition:
 
     def price(self, reshard: Reshard) -> Price:
         """A move's modelled seconds, and the bytes that it sends."""
-        kind = self.type_of(reshard.source)
-        return price(reshard.step, kind.shape, kind.dtype.itemsize)
+        ttype = self.type_of(reshard.source)
+        return price(reshard.step, ttype.shape, ttype.dtype.itemsize)
 
     def seconds(self, reshard: Reshard) -> float:
         """The modelled time of a move."""
@@ -287,8 +287,8 @@ class _Inserter:
         return None
 
     def _nearest(self, tensor: int, sharding: Sharding) -> tuple[Value, ReshardPlan]:
-        kind = self.sharded.graph.tensors[tensor].type
-        plans = [(v, plan(v.sharding, sharding, kind.shape, kind.dtype.itemsize)) for v in self.by_tensor[tensor]]
+        ttype = self.sharded.graph.tensors[tensor].type
+        plans = [(v, plan(v.sharding, sharding, ttype.shape, ttype.dtype.itemsize)) for v in self.by_tensor[tensor]]
         return min(((v, p) for v, p in plans if p is not None), key=lambda entry: entry[1].seconds)
 
     def _move(self, value: Value, found: ReshardPlan, why: str, line: SourceLine) -> int:

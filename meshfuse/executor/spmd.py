@@ -315,10 +315,10 @@ class RankProgram:
         graph, out = self.compiled.graph, []
         rows = zip(graph.outputs, self.compiled.output_shardings(), outputs, strict=True)
         for self._gathered, (tensor, sharding, local) in enumerate(rows):
-            kind = graph.tensors[tensor].type
-            dtype = getattr(torch, kind.dtype.value)
+            ttype = graph.tensors[tensor].type
+            dtype = getattr(torch, ttype.dtype.value)
             with torch.no_grad():
-                out.append(gather_output(self.world, local, sharding, kind.shape, dtype, self.device))
+                out.append(gather_output(self.world, local, sharding, ttype.shape, dtype, self.device))
         return out
 
 

@@ -60,8 +60,8 @@ class _Times:
                 self._count(cheapest((have,), sharding, *self._size(i)), not _stays(have, sharding))
 
     def _size(self, tensor: int) -> tuple[tuple[int, ...], int]:
-        kind = self.plan.graph.tensors[tensor].type
-        return kind.shape, kind.dtype.itemsize
+        ttype = self.plan.graph.tensors[tensor].type
+        return ttype.shape, ttype.dtype.itemsize
 
     def _count(self, seconds: float, of_result: bool) -> None:
         self.all += seconds

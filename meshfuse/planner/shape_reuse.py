@@ -138,9 +138,9 @@ def _first(entry: tuple[int, Any]) -> int:
 
 def _near(graph: Graph, old: Graph, factor: float) -> bool:
     """Whether all sizes are within the factor, and the ops' arguments the same but for sizes."""
-    kinds = {(new.type, was.type) for new, was in zip(graph.tensors, old.tensors, strict=True)}
+    ttypes = {(new.type, was.type) for new, was in zip(graph.tensors, old.tensors, strict=True)}
     calls = {(new.call, was.call) for new, was in zip(graph.nodes, old.nodes, strict=True)}
-    return all(_alike(*pair, factor) for pair in kinds) and all(_same_arguments(*pair) for pair in calls)
+    return all(_alike(*pair, factor) for pair in ttypes) and all(_same_arguments(*pair) for pair in calls)
 
 
 def _alike(new: TensorType, old: TensorType, factor: float) -> bool:

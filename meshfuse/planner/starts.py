@@ -116,10 +116,10 @@ def _reach(graph: Graph, places: Iterable[_InputDim]) -> dict[_InputDim, int]:
               for i in graph.input_tensors}  # fmt: skip
     for node in graph.nodes:
         known = _of_factors(node, follow)
-        for i, dims, kind in zip(node.outputs, node.rule.results, node.call.results, strict=True):
+        for i, dims, ttype in zip(node.outputs, node.rule.results, node.call.results, strict=True):
             follow[i] = tuple([none.union(*(known[f] for f in factors)) for factors in dims])
             for place in none.union(*follow[i]):
-                reach[place] += kind.numel
+                reach[place] += ttype.numel
     return reach
 
 

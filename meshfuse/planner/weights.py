@@ -76,7 +76,7 @@ def _leaving(
 def _bringing_rows(node: Node, placement: Placement, lost: tuple[Split, ...]) -> float:
     """Seconds to gather the rows that an op reads beside a weight, or to scatter those that it makes, if fewer."""
     pairs = zip((*node.call.types, *node.call.results), (*placement.operands, *placement.results), strict=True)
-    rows = [shard_bytes(sharding, kind) for kind, sharding in pairs if sharding.used().issuperset(lost)]
+    rows = [shard_bytes(sharding, ttype) for ttype, sharding in pairs if sharding.used().issuperset(lost)]
     return _gathering(lost, placement.results[0], group_size(lost) * min(rows, default=0.0))
 
 
@@ -236,8 +236,8 @@ class _Parts:
 
     def _seconds(self, have: Sharding, need: Sharding, tensor: int) -> float:
         """Seconds to bring a tensor from one sharding to another."""
-        kind = self.graph.tensors[tensor].type
-        return cheapest((have,), need, kind.shape, kind.dtype.itemsize)
+        ttype = self.graph.tensors[tensor].type
+        return cheapest((have,), need, ttype.shape, ttype.dtype.itemsize)
 
     def _gathered(self, tensor: int) -> float:
         """Seconds to gather a tensor along the axis, or to scatter it there: as long."""

@@ -50,10 +50,10 @@ class Seconds:
                 flops, nbytes = local_cost(call, statement.placement)
                 self._known[key] = max(flops / DEVICE_FLOPS, nbytes / DEVICE_MEMORY)
             return self._known[key]
-        kind = self.resharded.type_of(statement.source)
-        key = (statement.step, kind)
+        ttype = self.resharded.type_of(statement.source)
+        key = (statement.step, ttype)
         if key not in self._known:
-            self._known[key] = _moved(statement.step, kind.shape) * kind.dtype.itemsize / DEVICE_LINK.bandwidth
+            self._known[key] = _moved(statement.step, ttype.shape) * ttype.dtype.itemsize / DEVICE_LINK.bandwidth
         return self._known[key]
 
 

@@ -66,17 +66,17 @@ def _asked(sharded: ShardedDefinition, ends: Mapping[int, Sharding]) -> tuple[di
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _cheapest(origin: Sharding, needs: tuple[Sharding, ...], kind: TensorType) -> dict[Sharding, Sharding]:
+def _cheapest(origin: Sharding, needs: tuple[Sharding, ...], ttype: TensorType) -> dict[Sharding, Sharding]:
     """What each needed sharding is made from, in the order that takes the least time; of equal orders the first."""
-    found = [_in_turn(origin, order, kind) for order in itertools.permutations(needs)]
+    found = [_in_turn(origin, order, ttype) for order in itertools.permutations(needs)]
     return min(found, key=lambda entry: round(entry[0], 15))[1]
 
 
-def _in_turn(origin: Sharding, order: Sequence[Sharding], kind: TensorType) -> tuple[float, dict[Sharding, Sharding]]:
+def _in_turn(origin: Sharding, order: Sequence[Sharding], ttype: TensorType) -> tuple[float, dict[Sharding, Sharding]]:
     """The time to make these in turn, each from the nearest that is there, and from which each is made."""
     total, sources = 0.0, dict[Sharding, Sharding]()
     for needed in order:
-        ways = [(cheapest((have,), needed, kind.shape, kind.dtype.itemsize), have) for have in (origin, *sources)]
+        ways = [(cheapest((have,), needed, ttype.shape, ttype.dtype.itemsize), have) for have in (origin, *sources)]
         seconds, sources[needed] = min(ways, key=lambda way: way[0])
         total += seconds
     return total, sources

@@ -57,7 +57,7 @@ def _plain(node: Node, choice: Choice, shardings: Mapping[int, Sharding]) -> tup
 def _following(call: Call, rule: Rule, operands: Sequence[Sharding], carry: Carry = NO_CARRY) -> Placement | None:
     """The op's placement where its operands lie."""
     rows = zip(rule.operands, call.types, operands, strict=True)
-    votes = [layouts_of(rule, dims, kind.shape, sharding.dims) for dims, kind, sharding in rows]
+    votes = [layouts_of(rule, dims, ttype.shape, sharding.dims) for dims, ttype, sharding in rows]
     return placed(call, rule, operands[0].mesh, representable(rule, merged(votes, carry.axes)), carry)
 
 
@@ -92,8 +92,8 @@ class _Follower:
         self.shardings.update((i, made) for i, made in rows if i not in self.graph.annotations)
         seconds = 0.0
         if placement.step is not None:
-            kind = node.call.types[0]
-            seconds = price(placement.step, kind.shape, kind.dtype.itemsize).seconds
+            ttype = node.call.types[0]
+            seconds = price(placement.step, ttype.shape, ttype.dtype.itemsize).seconds
         return Choice(placement, Source("operand"), seconds)
 
     def _placement(self, node: Node) -> Placement:

@@ -148,10 +148,10 @@ class _PlacesFinder:
 def _cat_spans(node: Node) -> DimSpans | None:
     """The operands of a cat along its dim, without empty ones."""
     dim, start, spans = joined_dim(node), 0, list[DimSpan]()
-    for i, kind in zip(node.inputs, node.call.types, strict=True):
-        if kind.shape[dim]:
+    for i, ttype in zip(node.inputs, node.call.types, strict=True):
+        if ttype.shape[dim]:
             spans.append(DimSpan(i, start))
-        start += kind.shape[dim]
+        start += ttype.shape[dim]
     return DimSpans(dim, tuple(spans)) if len(spans) > 1 else None
 
 

@@ -36,8 +36,8 @@ def _is_narrow(node: Node, placement: Placement) -> bool:
     if placement.step is not None:
         return False
     sides = zip((*placement.operands, *placement.results), (*node.call.types, *node.call.results), strict=True)
-    return any(sharding.partial and sharding.reduce == "sum" and kind.dtype.term_type is not kind.dtype
-               for sharding, kind in sides)  # fmt: skip
+    return any(sharding.partial and sharding.reduce == "sum" and ttype.dtype.term_type is not ttype.dtype
+               for sharding, ttype in sides)  # fmt: skip
 
 
 class _Widener(GraphWriter):

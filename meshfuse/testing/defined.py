@@ -56,11 +56,11 @@ def form_cases(op: OpDef, sample: Sample) -> Iterator[Annotated]:
     if not call.has_form:
         return
     rule = op.rule(call)
-    for operand, (dims, kind) in enumerate(zip(rule.operands, call.types, strict=True)):
+    for operand, (dims, ttype) in enumerate(zip(rule.operands, call.types, strict=True)):
         for d, factors in enumerate(dims):
             if any(rule.factors[f].kind is FactorKind.BLOCK for f in factors):
-                for mesh, layout in _blockings(kind.shape[d]):
-                    layouts = tuple(layout if e == d else () for e in range(kind.ndim))
+                for mesh, layout in _blockings(ttype.shape[d]):
+                    layouts = tuple(layout if e == d else () for e in range(ttype.ndim))
                     form = blocked(operand, d, layout)
                     if _has_form(op, sample, form):
                         yield Annotated(sample, mesh, {operand: layouts}, form)
