@@ -208,18 +208,18 @@ LOOK = BeamSettings(width=12, horizon=32, sums=True)
 _NOWHERE: Mapping[int, Sharding] = {}
 
 
-def propagate(graph: Graph, world: DeviceMesh, twice: bool = True) -> ShardedDefinition:
+def propagate(graph: Graph, default_mesh: DeviceMesh, twice: bool = True) -> ShardedDefinition:
     """A sharding for every tensor and a placement for every op.
 
-    `world` is the mesh of a program in which no annotation names one. `twice`: search small programs a second time.
+    `default_mesh` is the mesh of a program in which no annotation names one. `twice`: search small programs a second time.
     Long programs of equal layers are planned by few of their layers (`folding`).
     """
     fold = repeated_layers(graph)
     if fold is not None:
-        found = Propagation(fold.short, world).first(twice)
+        found = Propagation(fold.short, default_mesh).first(twice)
         if fold.is_steady(found.choices):
             return written_out(fold, found)
-    return Propagation(graph, world).first(twice)
+    return Propagation(graph, default_mesh).first(twice)
 
 
 def total_seconds(done: ShardedDefinition) -> float:
@@ -241,10 +241,10 @@ def _runner_up(other: Option) -> RunnerUp:
 class Propagation:
     """The searches over one graph, and the tables that they share."""
 
-    def __init__(self, graph: Graph, world: DeviceMesh):
-        self.graph, self.world, self.order = graph, world, depth_first(graph)
+    def __init__(self, graph: Graph, default_mesh: DeviceMesh):
+        self.graph, self.default_mesh, self.order = graph, default_mesh, depth_first(graph)
         ordered = reordered(graph, self.order)
-        self.meshes = node_meshes(ordered, world)
+        self.meshes = node_meshes(ordered, default_mesh)
         self.roles = Roles(ordered, self.meshes.nodes)
         self.inputs: dict[int, Available] = {i: (self._input_sharding(i),) for i in graph.input_tensors}
         self.placed: dict[int, Available] = {i: (sharding,) for i, sharding in graph.annotations.items()}

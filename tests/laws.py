@@ -19,9 +19,9 @@ WORLD = mf.DeviceMesh([0])
 NOWHERE = SourceLine("", 0, "", "")
 
 
-def propagate(graph: Graph, world: mf.DeviceMesh) -> ShardedDefinition:
+def propagate(graph: Graph, default_mesh: mf.DeviceMesh) -> ShardedDefinition:
     """As compilation does it, with the forms that the graph's ops have."""
-    return searched_far(searched(propagate_once(graph, world), world), world)
+    return searched_far(searched(propagate_once(graph, default_mesh), default_mesh), default_mesh)
 
 
 def same_shardings(a: ShardedDefinition, b: ShardedDefinition) -> None:

@@ -76,24 +76,24 @@ class Plans:
         self._found: dict[frozenset[int], _Found] = {}
         self._lock = threading.Lock()
 
-    def keep(self, graph: Graph, world: DeviceMesh, planned: ShardedDefinition) -> None:
+    def keep(self, graph: Graph, default_mesh: DeviceMesh, planned: ShardedDefinition) -> None:
         """Remember the plan that a search found for a graph of some sizes."""
-        key = _structure(graph, world)
+        key = _structure(graph, default_mesh)
         with self._lock:
-            found = self._found.setdefault(ranks_of(graph, world), OrderedDict())
+            found = self._found.setdefault(ranks_of(graph, default_mesh), OrderedDict())
             found[key] = [(graph, planned), *found.get(key, ())][:_EACH]
             found.move_to_end(key)
             while len(found) > 1 and _ops(found) > _MOST_OPS:
                 found.popitem(last=False)
 
-    def near(self, graph: Graph, world: DeviceMesh, factor: float) -> Taken | None:
+    def near(self, graph: Graph, default_mesh: DeviceMesh, factor: float) -> Taken | None:
         """The plan of a graph that differs in sizes alone, all within a factor; None where there is none.
 
         A plan that was made for these very sizes comes first.
         """
-        key = _structure(graph, world)
+        key = _structure(graph, default_mesh)
         with self._lock:
-            plans = list(self._found.get(ranks_of(graph, world), {}).get(key, ()))
+            plans = list(self._found.get(ranks_of(graph, default_mesh), {}).get(key, ()))
         plans.sort(key=lambda entry: not _same_sizes(graph, entry[0]))
         made = ((_made(graph, plan), old) for old, plan in plans if _near(graph, old, factor))
         found = next(((plan, old) for plan, old in made if plan is not None), None)
@@ -104,9 +104,9 @@ def _ops(found: _Found) -> int:
     return sum(len(graph.nodes) for plans in found.values() for graph, _ in plans)
 
 
-def ranks_of(graph: Graph, world: DeviceMesh) -> frozenset[int]:
-    """The ranks of the meshes of a graph; those of `world` where nothing is annotated."""
-    return frozenset(rank for s in graph.annotations.values() for rank in s.mesh.ranks) or frozenset(world.ranks)
+def ranks_of(graph: Graph, default_mesh: DeviceMesh) -> frozenset[int]:
+    """The ranks of the meshes of a graph; those of `default_mesh` where nothing is annotated."""
+    return frozenset(rank for s in graph.annotations.values() for rank in s.mesh.ranks) or frozenset(default_mesh.ranks)
 
 
 def _same_sizes(graph: Graph, other: Graph) -> bool:
@@ -118,7 +118,7 @@ def _same_sizes(graph: Graph, other: Graph) -> bool:
 PLANS = Plans()
 
 
-def _structure(graph: Graph, world: DeviceMesh) -> Hashable:
+def _structure(graph: Graph, default_mesh: DeviceMesh) -> Hashable:
     """All of a graph that a plan follows from, but for sizes.
 
     Tensors of ops that no output needs count as well: those that a rewriting makes are numbered after them.
@@ -126,7 +126,7 @@ def _structure(graph: Graph, world: DeviceMesh) -> Hashable:
     nodes = tuple([(id(n.call.op), n.inputs, n.outputs, n.origin) for n in graph.nodes])
     said = (tuple(sorted(graph.reductions.items())), tuple(sorted(graph.streams)))
     annotations = tuple(sorted(graph.annotations.items(), key=_first))
-    return (nodes, len(graph.tensors), graph.inputs, graph.outputs, annotations, said, world)
+    return (nodes, len(graph.tensors), graph.inputs, graph.outputs, annotations, said, default_mesh)
 
 
 def _first(entry: tuple[int, Any]) -> int:

@@ -69,7 +69,7 @@ class Alternatives:
 
     def __init__(self, compiled: CompiledProgram):
         self.graph = compiled.planned.graph
-        self.world = compiled.resharded.values[0].sharding.mesh
+        self.default_mesh = compiled.resharded.values[0].sharding.mesh
         self._found: dict[tuple[int, ...], tuple[Alternative, ...]] = {}
 
     def best(self, tensors: tuple[int, ...]) -> Alternative | None:
@@ -110,7 +110,7 @@ class Alternatives:
             kept.update(dict.fromkeys(tensors, new))
         reductions = {n: r for n, r in self.graph.reductions.items() if not self._makes(n, tensors)}
         changed = dataclasses.replace(self.graph, annotations=kept, reductions=reductions)
-        return total(insert_resharding(lower_ring_ops(propagate(changed, self.world))))
+        return total(insert_resharding(lower_ring_ops(propagate(changed, self.default_mesh))))
 
     def _makes(self, node: int, tensors: tuple[int, ...]) -> bool:
         return any(i in tensors for i in self.graph.nodes[node].outputs)

@@ -57,12 +57,12 @@ class Merged:
         return _rewritten(graph, self.moments).noting(self)
 
 
-def fuse_mean_variance(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
+def fuse_mean_variance(sharded: ShardedDefinition, default_mesh: DeviceMesh) -> ShardedDefinition:
     """The plan with moments over sharded dims merged, if that takes less time; else the plan itself."""
     found = tuple(_MomentsFinder(sharded).run())
     if not found:
         return sharded
-    other = propagate(Merged(found)(sharded.graph), world)
+    other = propagate(Merged(found)(sharded.graph), default_mesh)
     return other if _by_gathers(other) and total_seconds(other) < total_seconds(sharded) else sharded
 
 

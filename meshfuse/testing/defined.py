@@ -43,11 +43,11 @@ class _Formed(FusionDefinition):
         self,
         given: Inputs,
         shapes: dict[int, tuple[int, ...]],
-        world: DeviceMesh,
+        default_mesh: DeviceMesh,
         line: SourceLine,
         near_factor: float = 1.0,
     ) -> CompiledProgram:
-        return compile_sharded(propagate(with_forms(specialize(self, shapes, {}), {0: self.form}), world))
+        return compile_sharded(propagate(with_forms(specialize(self, shapes, {}), {0: self.form}), default_mesh))
 
 
 def form_cases(op: OpDef, sample: Sample) -> Iterator[Annotated]:
