@@ -19,6 +19,7 @@ from .lowering.fusable_copies import fusable_copies, fusible_parts
 from .lowering.fuse_copies import fuse_copies
 from .lowering.instructions import (
     BufferPart,
+    CallKey,
     Collective,
     Communication,
     CommunicationCall,
@@ -26,11 +27,10 @@ from .lowering.instructions import (
     Instruction,
     Kernel,
     Launch,
-    Meeting,
     SendRecv,
     Wait,
+    call_channel,
     group_name,
-    meeting_place,
 )
 from .lowering.kernel_text import dying, functions, origin, scalar_params, scalar_text
 from .lowering.liveness import with_frees
@@ -199,7 +199,7 @@ def verify_together(programs: Sequence[HostProgram]) -> None:
             (sent if message.kind == "send" else received).setdefault(ends, []).append(message.payload)
     assert sent == received, "a message is sent and not received, or the other way round"
     _verify_members(orders, programs)
-    _verify_meetings(programs)
+    _verify_no_deadlock(programs)
 
 
 def _collective_orders(program: HostProgram) -> dict[tuple[int, ...], list[tuple[object, ...]]]:
@@ -218,17 +218,17 @@ def _verify_members(orders: Mapping[tuple[int, ...], object], programs: Sequence
         assert all(group in groups_of.get(rank, ()) for rank in group), f"a rank is missing in {group}"
 
 
-def _meetings(program: HostProgram) -> list[tuple[Meeting, int]]:
+def _call_keys(program: HostProgram) -> list[tuple[CallKey, int]]:
     """All that a rank takes part in, in order, and how many ranks come to each.
 
     Before the first message in a group all of its ranks connect, which is a meeting, too.
     """
     numbers: Counter[object] = Counter()
     known: set[tuple[int, ...]] = set()
-    found: list[tuple[Meeting, int]] = []
+    found: list[tuple[CallKey, int]] = []
     for i in program.instructions:
         if isinstance(i, CommunicationCall):
-            place, size = meeting_place(program.rank, i)
+            place, size = call_channel(program.rank, i)
             if i.group not in known and isinstance(i, SendRecv):
                 found.append(((("connecting", i.group), 1), len(i.group)))
             known.add(i.group)
@@ -237,9 +237,9 @@ def _meetings(program: HostProgram) -> list[tuple[Meeting, int]]:
     return found
 
 
-def _verify_meetings(programs: Sequence[HostProgram]) -> None:
+def _verify_no_deadlock(programs: Sequence[HostProgram]) -> None:
     """Let all ranks go through their meetings, each of which is over when all have come: all must get to their ends."""
-    left = {program.rank: _meetings(program)[::-1] for program in programs}
+    left = {program.rank: _call_keys(program)[::-1] for program in programs}
     waiting: dict[object, list[int]] = {}
     moving = [program.rank for program in programs]
     while moving:

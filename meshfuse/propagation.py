@@ -211,8 +211,8 @@ _NOWHERE: Mapping[int, Sharding] = {}
 def propagate(graph: Graph, default_mesh: DeviceMesh, twice: bool = True) -> ShardedDefinition:
     """A sharding for every tensor and a placement for every op.
 
-    `default_mesh` is the mesh of a program in which no annotation names one. `twice`: search small programs a second time.
-    Long programs of equal layers are planned by few of their layers (`folding`).
+    `default_mesh` is the mesh of a program in which no annotation names one. `twice`: search small programs a second
+    time. Long programs of equal layers are planned by few of their layers (`folding`).
     """
     fold = repeated_layers(graph)
     if fold is not None:

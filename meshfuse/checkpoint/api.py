@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..argument_checks import is_text
-from ..errors import ArgumentError, CheckpointError, MeshfuseError, caller_line, located, shown, told, user_error
+from ..errors import ArgumentError, CheckpointError, MeshfuseError, caller_line, error_text, located, shown, user_error
 from ..executor.spmd import sum_of_bits
 from ..kernels.user_functions import settled
 from ..runtime.diagnosis import SAME_PROGRAM, disagreement
@@ -50,7 +50,7 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, timeout: flo
     RankError where ranks fail or pass different things.
     """
     team = _Team(World.current(), timeout, "save")
-    with located(caller_line()), team.turns, torch.device("cpu"):
+    with located(caller_line()), team.lock, torch.device("cpu"):
         folder = _folder(path)
         entries, values = team.each("reading what to save", lambda: _read_state(state))
         shards = _compared(team, entries, values)
@@ -77,7 +77,7 @@ def load(
     another dtype or shape, or two names have other values in the same memory, and RankError where ranks fail.
     """
     team = _Team(World.current(), timeout, "load")
-    with located(caller_line()), team.turns, torch.device("cpu"):
+    with located(caller_line()), team.lock, torch.device("cpu"):
         home = _folder(path)
         if not isinstance(wanted, (Mapping, type(None))):
             raise user_error("load: what is wanted", shown(wanted), "a dict by name, or None for all",
@@ -105,7 +105,7 @@ class _Team:
             raise user_error(f"{what}: timeout", shown(timeout), f"seconds above 0, at most {LONGEST_TIMEOUT:g}",
                              f"Leave it out for {_PATIENCE} times MESHFUSE_TIMEOUT.", caller_line(),
                              ArgumentError)  # fmt: skip
-        self.turns = world.checkpoints
+        self.lock = world.checkpoint_lock
         self.limit = min(world.limit * _PATIENCE, LONGEST_TIMEOUT) if timeout is None else timeout
 
     def all(self, doing: str, action: Callable[[], Any]) -> list[Any]:
@@ -114,10 +114,10 @@ class _Team:
         try:
             worked, value = True, action()
         except Exception as error:  # Any error: the other ranks wait for this one.
-            own, worked, value = error, False, told(error)
+            own, worked, value = error, False, error_text(error)
         text = f"meshfuse.{self.what}, {doing}"
         mine = pickle.dumps((text, worked, value))
-        replies = [pickle.loads(data) for data in self.world.meetings.exchange(mine, text, self.limit)]
+        replies = [pickle.loads(data) for data in self.world.rendezvous.exchange(mine, text, self.limit)]
         self.compare("what comes next", [text for text, _, _ in replies])
         failed = {rank: value for rank, (_, worked, value) in enumerate(replies) if not worked}
         if isinstance(own, MeshfuseError):
@@ -166,12 +166,12 @@ def _read_state(state: Mapping[str, Any]) -> tuple[dict[str, CheckpointEntry], d
 def _compared(team: _Team, entries: Mapping[str, CheckpointEntry], values: Mapping[str, Any]) -> dict[str, Shard]:
     """The shards to save, once all ranks are known to save the same. ArgumentError for a shard of a wrong shape."""
 
-    def said() -> str:
+    def key() -> str:
         plain = [f"{name}: {value!r}" for name, value in sorted(values.items())]
         return "\n".join([*plain, *(f"{name}: {_kind(entry, team.world)}" for name, entry in sorted(entries.items()))])
 
     do = "Make every rank save the same, and what is another part on each with its sharding: (shard, sharding)."
-    team.same(said, "what they save", do)
+    team.same(key, "what they save", do)
     open_ = [name for name, entry in entries.items() if entry.shape is None]
     own = {name: _held(entries[name]) for name in open_}
     everyone = team.all("comparing shards", lambda: own) if open_ else []

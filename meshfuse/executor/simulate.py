@@ -47,7 +47,7 @@ class Hub:
     def clear(self) -> None:
         """Forget what a failed run issued."""
         self._issued: dict[tuple[tuple[int, ...], int], int] = {}
-        self._meetings: dict[tuple[tuple[int, ...], int], _Arrivals] = {}
+        self._arrivals: dict[tuple[tuple[int, ...], int], _Arrivals] = {}
         self._sent: dict[tuple[tuple[int, ...], int, int], list[torch.Tensor]] = {}
         self._expected: dict[tuple[tuple[int, ...], int, int], list[tuple[torch.Tensor, SimulatedWork]]] = {}
 
@@ -60,11 +60,11 @@ class Hub:
     def arrive(self, group: SimulatedGroup, number: int, kind: str, arguments: tuple[Any, ...]) -> SimulatedWork:
         """Note a rank's arguments for a collective, and do the collective when the last rank of the group has come."""
         work = SimulatedWork(f"{kind} #{number} of ranks {group.ranks}")
-        meeting = self._meetings.setdefault((group.ranks, number), _Arrivals(group.size))
-        meeting.calls[group.index] = (kind, arguments, work)
-        if len(meeting.calls) == meeting.size:
-            del self._meetings[group.ranks, number]
-            _complete([meeting.calls[i] for i in range(meeting.size)])
+        arrivals = self._arrivals.setdefault((group.ranks, number), _Arrivals(group.size))
+        arrivals.calls[group.index] = (kind, arguments, work)
+        if len(arrivals.calls) == arrivals.size:
+            del self._arrivals[group.ranks, number]
+            _complete([arrivals.calls[i] for i in range(arrivals.size)])
         return work
 
     def send(self, group: SimulatedGroup, tensor: torch.Tensor, target: int) -> SimulatedWork:

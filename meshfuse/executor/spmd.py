@@ -68,7 +68,7 @@ def check_same_arguments(fd: DefinitionBuilder, given: Inputs, world: World) -> 
     """Raises RankError on every rank where ranks were given different global arguments; reads each argument once."""
     said = [f"{fd.tensors[i].label}: a sum of bits of {sum_of_bits(t)}" for i, t in given.tensors.items()]
     text = "\n".join([*said, *scalar_lines(given)])
-    world.meetings.check_same(digest_of(text), "the global arguments", world.all_ranks, lambda: text, _SAME_ARGUMENTS)
+    world.rendezvous.check_same(digest_of(text), "the global arguments", world.all_ranks, lambda: text, _SAME_ARGUMENTS)
 
 
 def scalar_lines(given: Inputs) -> list[str]:
@@ -142,7 +142,7 @@ class RankProgram:
         self._capture, self._compiling = capture, threading.Lock()
         self._renew, self._renewal = renew, RENEWED if compiled.taken_from is not None else None
         self._named, self.ranks = ranks, ()
-        with world.turns:
+        with world.order_lock:
             self._bind(compiled)
 
     def _bind(self, compiled: CompiledProgram) -> None:
@@ -151,7 +151,7 @@ class RankProgram:
         together = tuple(sorted({*self._named, *compiled.ranks}))
         self.ranks = together if world.rank in together else ()
         text = agreed_text(compiled, self._source, self._backend)
-        world.meetings.check_same(digest_of(text), "the program", self.ranks, lambda: text)
+        world.rendezvous.check_same(digest_of(text), "the program", self.ranks, lambda: text)
         active = world.rank in compiled.ranks
         if active:
             with World.planning(graph.in_words()):
@@ -188,7 +188,7 @@ class RankProgram:
         self.step, outer = step + 1, self._phase  # An op's function may call the definition that it is in.
         try:
             self._phase = _Phase.BEFORE
-            with self.world.turns:
+            with self.world.order_lock:
                 if not modes_are_on():
                     out = self._run_step(arguments, *state)
                 else:
@@ -267,7 +267,7 @@ class RankProgram:
         self._phase = _Phase.COMPILING
         waits = any(not isinstance(part, Segment) for part in self.compiled.segmented.parts)
         ranks = self.compiled.ranks if waits else ()
-        while self.world.meetings.any(self.segments.compile_next, "compiling segments", ranks):
+        while self.world.rendezvous.any(self.segments.compile_next, "compiling segments", ranks):
             pass
         self._due = None
         if self._capture is not None:
@@ -278,7 +278,7 @@ class RankProgram:
         found = instruction_at(self.bound, error.__traceback__) if self.active else None
         about = communication_of(self.program, found) if self.active else None
         if error.where is None:
-            place = f"{self.name if about is None else about.said} in step {self.step}: "
+            place = f"{self.name if about is None else about.description} in step {self.step}: "
             error.where = self.line if about is None else about.line
             error.args, error.ended = (place + error.args[0], *error.args[1:]), place + error.ended
 
@@ -287,11 +287,11 @@ class RankProgram:
 
         The script may catch it, and go on with this step or the next.
         """
-        phase, turns = self._phase, self.world.turns
+        phase, lock = self._phase, self.world.order_lock
         if self.world.size == 1:
             return
         if phase is _Phase.GATHERING:
-            turns.leave_off(f"step {self.step} of {self.name}, output {self._gathered}", self.world.all_ranks, error)
+            lock.leave_off(f"step {self.step} of {self.name}, output {self._gathered}", self.world.all_ranks, error)
         elif self.active:
             traces = (error.__traceback__, getattr(error.__cause__, "__traceback__", None))  # a KernelError has a cause
             line = max(line_in_main(self.bound, trace) for trace in traces)
@@ -302,13 +302,13 @@ class RankProgram:
             if sent:
                 before = sum(place < end for place in sent)
                 where = f"step {self.step} of {self.name}, after {before} of {len(sent)} communications"
-                turns.leave_off(where, self.compiled.ranks, error)
+                lock.leave_off(where, self.compiled.ranks, error)
 
     def place(self, frame: FrameType | None) -> str:
         """Where in the program a thread with this innermost frame is, in words: for other ranks, and for last words."""
         about = communication_of(self.program, instruction_of(self.bound, frame)) if self.active else None
         when = f"{'in' if self.running else 'after'} step {self.step}"
-        return when if about is None else f"{about.said} {when} at {about.line}"
+        return when if about is None else f"{about.description} {when} at {about.line}"
 
     def _gather(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
         """The global outputs on every rank, from every rank's shards."""

@@ -295,7 +295,7 @@ class Communication:
     parts: tuple[Communication, ...] = ()
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """What is moved and for whom, as errors say it."""
         return f"{self.kind} of {self.tensor} over {self.axes or 'two meshes'} ({self.why})"
 
@@ -348,10 +348,10 @@ class SendRecv:
 # What issues a communication, which a `Wait` ends.
 CommunicationCall = Collective | SendRecv
 # The n-th collective of a group, or the n-th message from one rank to another.
-Meeting = tuple[object, int]
+CallKey = tuple[object, int]
 
 
-def meeting_place(rank: int, call: CommunicationCall) -> tuple[object, int]:
+def call_channel(rank: int, call: CommunicationCall) -> tuple[object, int]:
     """(what a call is counted among, how many ranks meet there): the n-th calls of all ranks in one place meet.
 
     A place is a group's collectives, or the messages from one rank to another.

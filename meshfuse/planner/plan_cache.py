@@ -2,8 +2,8 @@
 
 Planning is the dear part of compiling, and all it gives are decisions: which ops are written in other forms, and where
 each op is computed. These are stored, under a digest of everything that they follow from: the definition, its shapes
-and annotations, the default mesh, meshfuse's own code, torch's version. The rest of compiling is done again, from the user's
-own lines. Whatever is wrong with a stored plan, or with the disk, planning goes on.
+and annotations, the default mesh, meshfuse's own code, torch's version. The rest of compiling is done again, from the
+user's own lines. Whatever is wrong with a stored plan, or with the disk, planning goes on.
 
 Of the ranks of a job that want the same plan, the first to come makes it, and the others take it over through the
 job's store: on other machines, too, and without a disk.
@@ -78,7 +78,7 @@ def _handed_over(
     job: World, key: str, graph: Graph, default_mesh: DeviceMesh, make: Callable[[], ShardedDefinition]
 ) -> ShardedDefinition:
     """The plan that another rank of this job makes or has made, else what `make()` gives, which others then take."""
-    with job.handing.text(key, ranks_of(graph, default_mesh), graph.in_words()) as handed:
+    with job.handover.text(key, ranks_of(graph, default_mesh), graph.in_words()) as handed:
         found = None
         if handed.text is not None:
             with contextlib.suppress(Exception):  # a text that another rank made may hold anything

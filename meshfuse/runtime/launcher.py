@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ..errors import ArgumentError, user_error
-from . import exit_page as news
+from . import exit_page
 from .output import complete_standard_files, say
 from .processes import STOPPED, goes_on, identity_of, state_of
 from .spawn import FOLLOWER_CODE, WAITED_CODE, Job, RankProcess, job_variables, listening, start, startable
@@ -70,7 +70,7 @@ def run(
     job = Job(ranks, list(argv), max_restarts, deadline, all_output)
     complete_standard_files()
     try:
-        with _signals() as ranks_told, _keeper() as keep:
+        with _signals() as ranks_told, _orphan_reaper() as keep:
 
             def register(rank: RankProcess) -> None:
                 ranks_told.append(rank)
@@ -85,10 +85,10 @@ def run(
 def _run_attempts(job: Job, register: Callable[[RankProcess], None], pause: float) -> int:
     """Start the job until an attempt succeeds, or no other could succeed; returns the last attempt's exit code."""
     for attempt in range(job.max_restarts + 1):
-        page = news.make()
+        page = exit_page.make()
         try:
             code = _attempt(job, attempt, page, register)
-            final = news.first_user_error(page)
+            final = exit_page.first_user_error(page)
         finally:
             if page is not None:
                 os.close(page)
@@ -140,11 +140,11 @@ def _watch(started: list[RankProcess], deadline: float | None, page: int | None)
         for rank in [rank for rank, code in codes.items() if code == 0 and rank not in finished]:
             finished.add(rank)
             remind = time.monotonic() + _REMIND
-            news.tell(page, rank, news.FINISHED)
+            exit_page.tell(page, rank, exit_page.FINISHED)
         failed = {rank: code for rank, code in codes.items() if code}
         if failed:
             rank, code = _first_failure(started, failed)
-            news.tell(page, rank, _how(code))
+            exit_page.tell(page, rank, _how(code))
             return _report(rank, code, [r.rank for r in started if state_of(identity_of(r.process.pid)) == STOPPED])
         if None not in codes.values():
             return 0
@@ -211,7 +211,7 @@ def _report(rank: int, code: int, stopped: list[int]) -> int:
 
 def _tell_all(started: list[RankProcess], page: int | None, text: str) -> None:
     for r in started:
-        news.tell(page, r.rank, text)
+        exit_page.tell(page, r.rank, text)
 
 
 def _end(started: list[RankProcess], limit: float = math.inf) -> None:
@@ -300,14 +300,14 @@ def _pass_on(ranks: list[RankProcess], number: int) -> bool:
 
 
 @contextmanager
-def _keeper() -> Iterator[Callable[[int], None]]:
+def _orphan_reaper() -> Iterator[Callable[[int], None]]:
     """Start a process that ends the ranks if the launcher is killed; gives the function that tells it of a rank."""
     with startable("a job"):
         read, write = os.pipe()
         try:
-            keeper = subprocess.Popen([sys.executable, "-S", "-I", _REAPER, str(read)], pass_fds=(read,))
+            reaper = subprocess.Popen([sys.executable, "-S", "-I", _REAPER, str(read)], pass_fds=(read,))
         except BaseException:
-            os.close(write)  # A keeper that was started all the same ends by it.
+            os.close(write)  # A reaper that was started all the same ends by it.
             raise
         finally:
             os.close(read)
@@ -316,11 +316,11 @@ def _keeper() -> Iterator[Callable[[int], None]]:
         _write_line(write, "done")
     finally:
         os.close(write)
-        keeper.wait()
+        reaper.wait()
 
 
 def _write_line(fd: int, text: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # Someone has killed the keeper: the job does not fail for that.
+    with contextlib.suppress(BrokenPipeError):  # Someone has killed the reaper: the job does not fail for that.
         os.write(fd, f"{text}\n".encode())
 
 

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 import torch.distributed as dist
 
 from ..errors import RankError, user_error
-from . import exit_page as news
-from . import processes
+from . import exit_page, processes
 from .deadlines import within
 
 # A rank may ask the store at most so many questions one by one.
@@ -22,7 +21,7 @@ class Peers:
     def __init__(self, store: dist.Store):
         self._store = store
         self._known: dict[int, str] = {}
-        self._page = news.own()
+        self._page = exit_page.own()
 
     def introduce(self, rank: int) -> str:
         """Tell the others which process this rank is.
@@ -74,13 +73,13 @@ class Peers:
 
     def gone(self, ranks: Iterable[int]) -> list[int]:
         """Those of the ranks that are known to have ended, by the launcher or the kernel. Does not ask the store."""
-        told = news.read(self._page)
+        told = exit_page.read(self._page)
         return [rank for rank in ranks if rank in told or self._state(rank) == processes.GONE]
 
     def fate(self, rank: int) -> str:
         """Why a rank does not answer, as far as it can be found out."""
         within(1.0, lambda: self.remember([rank]))
-        told, who = news.read(self._page).get(rank), self._known.get(rank)
+        told, who = exit_page.read(self._page).get(rank), self._known.get(rank)
         if told is not None:
             return told
         if who is None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from ..errors import USER_ERRORS, ArgumentError, user_error
-from . import exit_page as news
+from . import exit_page
 from .environment import LOOPBACK
 from .exit_hooks import FOLLOWER
 from .output import Forwarder, say
@@ -86,7 +86,7 @@ def job_variables(job: Job, attempt: int, store_port: int, page: int | None) -> 
         "MESHFUSE_STORE_PORT": str(store_port),
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
-        news.VARIABLE: "" if page is None else str(page),
+        exit_page.VARIABLE: "" if page is None else str(page),
         FOLLOWER: str(FOLLOWER_CODE),
     }
 

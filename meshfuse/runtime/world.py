@@ -15,23 +15,32 @@ from typing import ClassVar, Protocol
 import torch.distributed as dist
 
 from ..errors import ArgumentError, RankError, SourceLine, caller_line, line_in_script, located, user_error
-from . import exit_page as news
+from . import exit_page
 from .call_order import Calls
 from .collective_order import CollectiveOrderLock
 from .deadlines import STORE, left_running, within
-from .device_watchdog import Pending, Watch
-from .diagnosis import Scene, connection_lost, failed, lost, peer_failed, seconds_since, timed_out, two_processes
+from .device_watchdog import DeviceWatchdog, Pending
+from .diagnosis import (
+    FailureContext,
+    connection_lost,
+    failed,
+    lost,
+    peer_failed,
+    seconds_since,
+    timed_out,
+    two_processes,
+)
 from .environment import DEFAULT_GROUP, TORCHRUN, Environment, read_environment, time_limit
 from .exit_hooks import code_of, end_at_once, ending, install_hook
 from .group import Group
 from .peers import Peers
-from .plan_handover import Handing
+from .plan_handover import PlanHandover
 from .planning import Plans, awaits_a_plan
 from .processes import die_with_parent
 from .rendezvous import Rendezvous
 from .roll_call import FAILED, Responder, line_of, main_thread_frame, publish, published, roll_call
 from .scratch import CLOCK
-from .sigterm_report import install_last_words
+from .sigterm_report import install_sigterm_report
 from .store import connect, hosts_store, joining
 from .work import Work
 
@@ -68,13 +77,14 @@ class World:
         self._gone: set[int] = set()
         self._process = os.getpid()
         self._groups: dict[tuple[int, ...], Group] = {}
-        self.meetings, self.handing, self.plans = Rendezvous(self), Handing(self), Plans(self.rank)
+        self.rendezvous, self.plans = Rendezvous(self), Plans(self.rank)
+        self.handover = PlanHandover(self, self.rendezvous)
         self.calls = Calls(self.rank, self.size)
-        self.turns, self.checkpoints = (
+        self.order_lock, self.checkpoint_lock = (
             CollectiveOrderLock(self.rank, self.size),
             CollectiveOrderLock(self.rank, self.size, "save or load"),
         )
-        self.watch = Watch(self._check_pending, self._end)
+        self.watchdog = DeviceWatchdog(self._check_pending, self._end)
         self._store: dist.Store | None = None
         self._responder: Responder | None = None
         if self.size > 1:
@@ -128,7 +138,7 @@ class World:
         if world is not None and world.size > 1:
             ranks = [rank for rank in ranks_of(world.size) if rank < world.size]
             if world.rank in ranks:
-                world.turns.leave_off(where, ranks, error)
+                world.order_lock.leave_off(where, ranks, error)
 
     @property
     def store(self) -> dist.Store:
@@ -152,7 +162,7 @@ class World:
         install_hook(self)
         with joining(self.place):
             self._introduce()
-        install_last_words(self.last_words)
+        install_sigterm_report(self.sigterm_report)
         atexit.register(self.leave)
 
     def _introduce(self) -> None:
@@ -167,15 +177,15 @@ class World:
         self._responder = Responder(self._store, self.rank, self._doing)
 
     def _doing(self) -> str:
-        waiting, frame = self.waiting or self.meetings.waiting, main_thread_frame()
-        what = self.plans.told() or (f"waits in {waiting}" if waiting else line_of(frame))
+        waiting, frame = self.waiting or self.rendezvous.waiting, main_thread_frame()
+        what = self.plans.description() or (f"waits in {waiting}" if waiting else line_of(frame))
         where = self.activity.place(frame) if self.activity is not None else ""
         return f"{what}, {where}" if where else what
 
-    def last_words(self) -> str:
+    def sigterm_report(self) -> str:
         """What this rank prints when it is ended from outside: why, as far as it knows, and where it was."""
         where = self._doing()
-        told = {rank: text for rank, text in news.read(news.own()).items() if text != news.FINISHED}
+        told = {rank: text for rank, text in exit_page.read(exit_page.own()).items() if text != exit_page.FINISHED}
         if not told:
             others = [rank for rank in self.all_ranks if rank != self.rank]
             answers = within(1.5, lambda: roll_call(self.store, others, 0.5)) or {}
@@ -215,7 +225,7 @@ class World:
     def barrier(self) -> None:
         """Wait for all ranks of the job. Raises RankTimeout where one does not come, RankError where one has failed."""
         with located(caller_line()):
-            self.meetings.barrier()
+            self.rendezvous.barrier()
 
     def begin(self, activity: Activity, ranks: tuple[int, ...], numbers: str = "") -> None:
         """Note the program that this rank runs from here on, for errors and for other ranks' questions.
@@ -224,22 +234,22 @@ class World:
         both have a part in in the same order, with the same `numbers`. The ranks of a program compare that at calls 4,
         8, 16, … that they make, so that it costs next to nothing in the long run: RankError where ranks differ.
         """
-        self.turns.resume(self.meetings.check_same)
+        self.order_lock.resume(self.rendezvous.check_same)
         CLOCK.now += 1
         self.activity = activity
         if len(ranks) > 1 and self.calls.add(ranks, f"{numbers}{activity.name}"):
-            self.meetings.check_order(self.calls, ranks)
+            self.rendezvous.check_order(self.calls, ranks)
 
     def raise_if_failed(self, what: str = "leaving") -> None:
         """Raises RankError if a peer has published a failure; `what` is what this rank is about to do."""
         failure = within(1.0, lambda: published(self.store))
         if failure is None or failure.rank == self.rank:
             return
-        scene = self.scene()
-        gone = [] if failure.primary else lost(scene)
+        context = self.failure_context()
+        gone = [] if failure.primary else lost(context)
         if gone:  # This rank knows itself what the other rank reports.
-            raise connection_lost(scene, what, gone, "a peer is gone", 0.0)
-        raise peer_failed(scene, what, failure)
+            raise connection_lost(context, what, gone, "a peer is gone", 0.0)
+        raise peer_failed(context, what, failure)
 
     def check(self, work: Work) -> None:
         """Raises RankError where it is in vain to wait for a collective.
@@ -252,23 +262,23 @@ class World:
 
     def is_patient(self, work: Work) -> bool:
         """Whether a collective that takes longer than the limit waits for a rank that plans."""
-        return awaits_a_plan(self.scene(), work.group.ranks)
+        return awaits_a_plan(self.failure_context(), work.group.ranks)
 
     def _check(self, what: str, ranks: Sequence[int], start: float) -> None:
         self.raise_if_failed(what)
         gone = [rank for rank in self._peers.gone(ranks) if rank != self.rank]
         before, self._gone = self._gone, set(gone)
-        if before.intersection(gone) and set(lost(self.scene())).intersection(gone):
-            raise failed(self.scene(), what, ranks, ConnectionError("a peer is gone"), start)
+        if before.intersection(gone) and set(lost(self.failure_context())).intersection(gone):
+            raise failed(self.failure_context(), what, ranks, ConnectionError("a peer is gone"), start)
 
     def _check_pending(self, pending: Pending) -> None:
         """Raises RankError where it is in vain to wait for what a device was given, RankTimeout after the limit."""
         what, trouble, after = str(pending.what), pending.trouble(), seconds_since(pending.start)
         if trouble:
-            raise connection_lost(self.scene(), what, pending.ranks, trouble, after)
+            raise connection_lost(self.failure_context(), what, pending.ranks, trouble, after)
         self._check(what, pending.ranks, pending.start)
-        if after > self.limit and not awaits_a_plan(self.scene(), pending.ranks):
-            raise timed_out(self.scene(), what, pending.ranks, after)
+        if after > self.limit and not awaits_a_plan(self.failure_context(), pending.ranks):
+            raise timed_out(self.failure_context(), what, pending.ranks, after)
 
     def _end(self, error: RankError) -> None:
         """End this process by an error that cannot be raised: its main thread may be in a wait that has no end."""
@@ -284,12 +294,12 @@ class World:
 
     def explain(self, work: Work, error: BaseException) -> RankError:
         """The error to raise for a backend's error in `work`: who failed or did not arrive, if known."""
-        return failed(self.scene(), str(work), work.group.ranks, error, work.start)
+        return failed(self.failure_context(), str(work), work.group.ranks, error, work.start)
 
-    def scene(self) -> Scene:
+    def failure_context(self) -> FailureContext:
         """What this rank knows, for errors that name the rank at fault."""
         host = None if self.place.agent_store or self.place.source == DEFAULT_GROUP else 0
-        return Scene(self.rank, self.store, host, self.limit, self._peers, self.all_ranks)
+        return FailureContext(self.rank, self.store, host, self.limit, self._peers, self.all_ranks)
 
     def publish_failure(self, error: BaseException) -> None:
         """Let the peers know why this rank is about to die: its traceback will be in their errors."""
@@ -321,9 +331,9 @@ class World:
         if self._responder is None or os.getpid() != self._process:
             return
         responder, self._responder = self._responder, None
-        self._say("left", news.FINISHED)
-        turns = (self.turns, self.checkpoints)
-        busy = [f"a thread that calls {one.doing}" for one in turns if not one.end(self.limit)]
+        self._say("left", exit_page.FINISHED)
+        locks = (self.order_lock, self.checkpoint_lock)
+        busy = [f"a thread that calls {lock.doing}" for lock in locks if not lock.end(self.limit)]
         # A peer that still waits for this rank notices now, and not only when the process ends.
         for group in self._groups.values():
             group.leave()
@@ -331,7 +341,7 @@ class World:
         if hosts_store(self.place):
             self._serve_to_the_end()
         silent = [] if responder.stop(self.limit) else [STORE]
-        self.watch.stop(self.limit)
+        self.watchdog.stop(self.limit)
         left = {*busy, *silent, *left_running(self.limit)}
         if left:
             what = " and ".join(sorted(left))
@@ -351,7 +361,7 @@ class World:
         while left is not None:
             left = within(self.limit + 1, lambda: self._await_others(self.limit, self.raise_if_failed))
             answers = roll_call(self.store, left) if left else None
-            if not answers or {*answers.values()} <= {None, news.FINISHED, FAILED}:
+            if not answers or {*answers.values()} <= {None, exit_page.FINISHED, FAILED}:
                 return
 
     def _await_others(self, limit: float, check: Callable[[], None], gone: Sequence[int] = ()) -> Sequence[int]:

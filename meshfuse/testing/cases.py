@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..dtypes import Category
-from ..errors import DefinitionError, KernelError, told
+from ..errors import DefinitionError, KernelError, error_text
 from ..mesh import DeviceMesh
 from ..ops.binding import make_call
 from ..ops.local import LocalCall
@@ -138,7 +138,7 @@ def type_problem(op: OpDef, sample: Sample) -> str | None:
     try:
         found = computed(call, operands_of(call, sample))
     except Exception as error:
-        return report(op, call, "the lowering fails on whole operands", [("error", told(error))],
+        return report(op, call, "the lowering fails on whole operands", [("error", error_text(error))],
                       "Make infer refuse such a call, or the lowering take it.")  # fmt: skip
     problem = _results_problem(op, call, found)
     if problem is not None:
@@ -156,7 +156,7 @@ def sizes_problem(op: OpDef, sample: Sample) -> str | None:
         call = make_call(op, sample)
         found = whole(call, operands_of(call, sample))
     except KernelError as error:  # a torch_op's function has returned something else than its rule says
-        return report(op, call, "the type rule is wrong", [("error", told(error))], _CORRECT_TYPES)
+        return report(op, call, "the type rule is wrong", [("error", error_text(error))], _CORRECT_TYPES)
     except Exception:
         return None
     return _results_problem(op, call, found)
@@ -198,7 +198,7 @@ def stride_problem(op: OpDef, sample: Sample, call: Call) -> str | None:
         try:
             wrong = wrong_results(whole(call, spread), whole(call, operands), tolerance(call))
         except Exception as error:
-            wrong = (0, (), f"it fails: {told(error)}")
+            wrong = (0, (), f"it fails: {error_text(error)}")
         if wrong is not None:
             return report(op, call, "the lowering is wrong on operands that are not row-major in memory",
                           [("strides", ", ".join(str(list(t.stride())) for t in spread)), ("wrong", wrong[2])],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..compiler import CompiledProgram, compile_sharded
-from ..errors import SourceLine, told
+from ..errors import SourceLine, error_text
 from ..executor.arguments import Inputs
 from ..fusion_definition import FusionDefinition
 from ..graph import specialize
@@ -114,7 +114,7 @@ def defined_problem(op: OpDef, case: Annotated, known: Sequence[torch.Tensor] | 
     try:
         found = _definition(op, case, True).simulate(operands, check_replicas=True)
     except Exception as error:
-        return _report(op, case, told(error))
+        return _report(op, case, error_text(error))
     wrong = wrong_results(found, wanted, tolerance(call))
     return None if wrong is None else _report(op, case, wrong[2])
 
