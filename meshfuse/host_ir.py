@@ -107,7 +107,7 @@ class HostProgram:
 
     def __str__(self) -> str:
         out = [f"# rank {self.rank}", "import torch", "import torch.nn.functional as F", "import meshfuse.kernels as K"]
-        out.append("M = meshfuse.executor.buffers.device_memory(device)")
+        out.append("M = meshfuse.runtime.buffers.device_memory(device)")
         for group in self.groups:
             out.append(f"{group_name(group)} = world.group({group})")
         out += [f"# OP.{name}: {_where(function)}" for name, function in self.functions.items()]

@@ -18,7 +18,6 @@ import meshfuse as mf
 from copy_programs import COLUMNS, LINE, MOVED, ROWS, WHOLE, copies
 from meshfuse import host_ir as lower
 from meshfuse.compiler import CompiledProgram
-from meshfuse.executor.buffers import Plain
 from meshfuse.executor.simulate import Simulation
 from meshfuse.host_ir import HostProgram, lower_to_host_ir, verify, verify_together
 from meshfuse.lowering.fusable_copies import Fusible
@@ -37,6 +36,7 @@ from meshfuse.lowering.instructions import (
 )  # fmt: skip
 from meshfuse.lowering.schedule import IN_FLIGHT
 from meshfuse.ops.values import ScalarRef, TensorRef
+from meshfuse.runtime.buffers import Plain
 from meshfuse.sharding.data import shard
 from meshfuse.testing import annotations, definitions, inputs_for
 

@@ -18,9 +18,9 @@ import torch
 
 from ..disk_cache import writable_root
 from ..errors import error_text
-from ..executor.buffers import use_pool
 from ..kernels.lookup import OUT_OF_RANGE
 from ..ops.factories import RANDOM_STATE
+from ..runtime.buffers import use_pool
 from . import Prepared, Task, Unsupported
 
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
