@@ -18,7 +18,6 @@ from .lowering.effects import Effects, effects, mentioned
 from .lowering.fusable_copies import fusable_copies, fusible_parts
 from .lowering.fuse_copies import fuse_copies
 from .lowering.instructions import (
-    BufferPart,
     CallKey,
     Collective,
     Communication,
@@ -28,6 +27,7 @@ from .lowering.instructions import (
     Kernel,
     Launch,
     SendRecv,
+    View,
     Wait,
     call_channel,
     group_name,
@@ -127,7 +127,7 @@ def _text(instruction: Instruction, simulated: bool) -> str:
 
 
 def _comment(instruction: Instruction | None) -> str:
-    if isinstance(instruction, (Launch, BufferPart)) and instruction.note:
+    if isinstance(instruction, (Launch, View)) and instruction.note:
         return f"  # {instruction.note}"
     if not isinstance(instruction, CommunicationCall):
         return ""

@@ -26,12 +26,10 @@ from meshfuse.lowering.instructions import (
     Allocate,
     Collective,
     CommunicationCall,
-    Deal,
+    Copy,
     Free,
     Instruction,
-    Join,
     Launch,
-    Put,
     Wait,
 )  # fmt: skip
 from meshfuse.lowering.schedule import IN_FLIGHT
@@ -182,7 +180,7 @@ def test_a_product_reads_what_was_put_together_before() -> None:
         return (fd.ops.matmul(whole, fd.ops.permute(whole, [1, 0])),)
 
     for program in programs(defined((4, 6), body)):
-        assert [type(ins) for ins in copies(program)] == [Join]
+        assert [".movedim(0, 1)" in ins.source() for ins in copies(program)] == [True]
 
 
 def test_pieces_that_do_not_lie_in_a_row_are_put_together_before() -> None:
@@ -193,7 +191,7 @@ def test_pieces_that_do_not_lie_in_a_row_are_put_together_before() -> None:
         return (fd.ops.relu(y),)
 
     for program in programs(defined((6, 5), body)):
-        assert {type(ins) for ins in copies(program)} >= {Put}
+        assert any(isinstance(ins, Copy) and ins.box is not None for ins in copies(program))
 
 
 def test_what_is_received_is_held_by_a_kernel_as_far_as_there_is_room() -> None:
@@ -214,8 +212,8 @@ def test_what_is_sent_first_is_not_packed_later() -> None:
     big = (1024, 1024)  # Apart: no bucket.
     for program in programs(defined(big, body)):
         (launch, *_) = launched(program)
-        assert [type(step) for step in launch.kernel.packs] == [Deal]
-        assert [type(ins) for ins in copies(program)] == [Deal]
+        assert [".movedim(1, 0)" in step.source() for step in launch.kernel.packs] == [True]
+        assert [".movedim(1, 0)" in ins.source() for ins in copies(program)] == [True]
 
 
 def test_moves_that_are_one_call_are_packed_and_unpacked_by_kernels() -> None:

@@ -21,20 +21,18 @@ from .collectives import (
     lower_reshard,
     numel,
     own_term,
-    put,
+    put_flat,
     scattered,
     starts,
 )
+from .copies import join, pack_all, unflatten
 from .instructions import (
     Allocate,
     Collective,
     CollectiveKind,
     Communication,
-    Flatten,
     Instruction,
-    Join,
     Reduce,
-    Unflatten,
     Wait,
 )
 from .overlapped import ChunkLoop
@@ -94,11 +92,11 @@ def _reduced(contexts: Sequence[ReshardContext]) -> list[Instruction]:
     flat = f"{first.target}_flat"
     text = f"all_reduce({flat}, {first.step.src.reduce!r})"
     return [
-        Flatten(flat, tuple(c.source for c in contexts)),
+        pack_all(flat, [(c.source, "") for c in contexts]),
         _call(contexts, "all_reduce", flat, flat, text, sum(counts)),
         Wait(first.work),
         *(
-            Unflatten(c.target, flat, end - n, end, c.target_shape)
+            unflatten(c.target, flat, end - n, end, c.target_shape)
             for c, n, end in zip(contexts, counts, itertools.accumulate(counts), strict=True)
         ),
     ]
@@ -111,11 +109,11 @@ def _gathered(together: Sequence[tuple[ReshardContext, int]]) -> list[Instructio
     mine, flat, row, n = f"{first.target}_mine", f"{first.target}_flat", sum(counts), len(first.group)
     starts = itertools.accumulate(counts, initial=0)
     return [
-        Flatten(mine, tuple(c.source for c in contexts)),
+        pack_all(mine, [(c.source, "") for c in contexts]),
         Allocate(flat, (row * n,), first.type.dtype),
         _call(contexts, "all_gather", mine, flat, f"all_gather({flat}, {mine})", row),
         Wait(first.work),
-        *(Join(c.target, flat, n, c.source_shape, dim, (start, row))
+        *(join(c.target, flat, n, c.source_shape, dim, (start, row))
           for (c, dim), start in zip(together, starts, strict=False)),
     ]  # fmt: skip
 
@@ -128,14 +126,14 @@ def _dealt(contexts: Sequence[ReshardContext]) -> list[Instruction]:
     counts = list(map(math.prod, blocks))
     packed, flat, row = f"{first.target}_sent", f"{first.target}_flat", sum(counts)
     starts, sizes = itertools.accumulate(counts, initial=0), [row] * n
-    parts = [dealt_part(c, cut, r) for r in range(n) for c, (cut, _) in zip(contexts, dims, strict=True)]
+    parts = [(c.source, dealt_part(c, cut, r)) for r in range(n) for c, (cut, _) in zip(contexts, dims, strict=True)]
     text = f"all_to_all({flat}, {packed}, {sizes}, {sizes})"
     return [
-        Flatten(packed, tuple(c.source for c in contexts) * n, tuple(parts)),
+        pack_all(packed, parts),
         Allocate(flat, (row * n,), first.type.dtype),
         _call(contexts, "all_to_all", packed, flat, text, row * n),
         Wait(first.work),
-        *(Join(c.target, flat, n, block, joined, (start, row))
+        *(join(c.target, flat, n, block, joined, (start, row))
           for c, (_, joined), block, start in zip(contexts, dims, blocks, starts, strict=False)),
     ]  # fmt: skip
 
@@ -163,15 +161,14 @@ def _packed(moved: Sequence[tuple[ReshardContext, Traffic]], name: str) -> Instr
                for r in range(len(moved[0][0].group)) for c, traffic in moved for box in traffic.sent[r]]  # fmt: skip
     if not entries:
         return Allocate(name, (0,), moved[0][0].type.dtype)
-    sources, parts = zip(*entries, strict=True)
-    return Flatten(name, sources, parts)
+    return pack_all(name, entries)
 
 
 def _puts(moved: Sequence[tuple[ReshardContext, Traffic]], flat: str) -> Iterator[Instruction]:
     """Put the pieces that came into their places."""
     came = [(c, box) for r in range(len(moved[0][0].group)) for c, traffic in moved for box in traffic.received[r]]
     for (c, box), start in zip(came, starts([box for _, box in came]), strict=False):
-        yield put(c, flat, start, box)
+        yield put_flat(c, flat, start, box)
 
 
 def _folds(contexts: Sequence[ReshardContext], flat: str) -> Iterator[Instruction]:

@@ -14,7 +14,8 @@ from ..sharding.layout import Runs
 from .boxes import Box, box_text
 from .chunk_calls import ChunkCall
 from .collectives import ReshardContext, is_dense, local_box, local_shape, lower_reshard
-from .instructions import Allocate, BufferPart, Instruction, Kernel, Launch, Put, Slice
+from .copies import put, view_box
+from .instructions import Allocate, Instruction, Kernel, Launch, View
 from .kernel_text import functions, origin, scalar_params
 from .overlapped import ChunkLoop
 from .segments import SegmentedDefinition
@@ -137,7 +138,7 @@ class Chunks:
             return self.low.name(v)
         assert v not in self.made
         name = self.known[v, chunk] = self.low.new_name(f"v{v}_{chunk}", self.loop.id)
-        self.out.append(Slice(name, self.low.name(v), self._box(v, chunk), local_shape(self._held(v))))
+        self.out.append(view_box(name, self.low.name(v), self._box(v, chunk), local_shape(self._held(v))))
         return name
 
     def _target(self, v: int, chunk: int) -> tuple[str, bool]:
@@ -150,7 +151,7 @@ class Chunks:
             name, placed = self.low.new_name(f"v{v}_{chunk}", self.loop.id), v in self.parts
             if placed:
                 box, shape = self._box(v, chunk), local_shape(self._held(v))
-                self.out.append(BufferPart(name, self.low.name(v), box, shape, self._note(chunk)))
+                self.out.append(View(name, self.low.name(v), box_text(box, shape), box, shape, self._note(chunk)))
         self.known[v, chunk] = name
         return name, placed
 
@@ -158,7 +159,7 @@ class Chunks:
         """Copy a chunk from memory of its own into the whole."""
         if v in self.whole and v not in self.parts:
             box, shape = self._box(v, chunk), local_shape(self._held(v))
-            self.out.append(Put(self.low.name(v), box, shape, self.known[v, chunk]))
+            self.out.append(put(self.low.name(v), box, shape, self.known[v, chunk]))
 
     # one step
 

@@ -13,22 +13,28 @@ from ..reshard.steps import Piece, Step, StepKind, arriving, box_numel, pieces, 
 from ..sharding.layout import Runs
 from .blocks import dealt_dims, gathered_dim, is_dense, local_box, local_shape
 from .boxes import Box, box_text, whole_box
+from .copies import (
+    join,
+    joined_text,
+    joins_by_view,
+    lies_in_blocks,
+    own,
+    pack_blocks,
+    pack_boxes,
+    put,
+    unflatten,
+    view_box,
+)
 from .instructions import (
     Allocate,
     Collective,
     CollectiveKind,
     Communication,
-    Deal,
+    Copy,
     Instruction,
-    Join,
     MessageKind,
-    Own,
-    Pack,
-    Put,
     Reduce,
     SendRecv,
-    Slice,
-    Unflatten,
     Wait,
 )
 
@@ -108,7 +114,7 @@ def lower_reshard(c: ReshardContext) -> list[Instruction]:
     if kind is StepKind.WINDOW:
         return _exchange(c)
     if kind is StepKind.SLICE or len(c.group) == 1:
-        return [Slice(c.target, c.source, local_box(c.held, c.wanted), c.source_shape)]
+        return [view_box(c.target, c.source, local_box(c.held, c.wanted), c.source_shape)]
     if c.step.only is not None and kind is not StepKind.ALL_REDUCE and (found := _simple(c)) is not None:
         return found
     if kind is StepKind.ALL_REDUCE:
@@ -142,7 +148,7 @@ def _make_target(c: ReshardContext) -> list[Instruction]:
 
 def _broadcast(c: ReshardContext, root: int) -> list[Instruction]:
     mine = c.group[root] == c.rank
-    copy = [Put(c.target, whole_box(c.target_shape), c.target_shape, c.source)] if mine else []
+    copy = [put(c.target, whole_box(c.target_shape), c.target_shape, c.source)] if mine else []
     reads, writes = ([c.target], []) if mine else ([], [c.target])
     text = f"broadcast({c.target}, {root})"
     call = c.collective("broadcast", reads, writes, text, math.prod(c.target_shape))
@@ -154,30 +160,34 @@ def _all_reduce(c: ReshardContext) -> list[Instruction]:
     size = math.prod(c.source_shape)
     call = c.collective("all_reduce", [c.target], [c.target], f"all_reduce({c.target}, {reduce!r})", size)
     if not c.placed:
-        first: list[Instruction] = [Own(c.target, c.source, c.fresh)]
+        first: list[Instruction] = [own(c.target, c.source, c.fresh)]
     else:
         is_there = c.source == c.target
-        first = [] if is_there else [Put(c.target, whole_box(c.source_shape), c.source_shape, c.source)]
+        first = [] if is_there else [put(c.target, whole_box(c.source_shape), c.source_shape, c.source)]
     return [*first, call, Wait(c.work)]
 
 
 def _all_gather(c: ReshardContext, dim: int) -> list[Instruction]:
     flat, mine, size = f"{c.target}_flat", f"{c.target}_mine", math.prod(c.source_shape)
-    join = Join(c.target, flat, len(c.group), c.source_shape, dim)
+    n = len(c.group)
 
     def gather(out: str) -> Collective:
         return c.collective("all_gather", [mine], [out], f"all_gather({out}, {mine})", size)
 
-    if c.placed and join.is_view:  # Blocks come one behind the other: straight into the part.
+    if c.placed and joins_by_view(c.source_shape, dim):  # Blocks come one behind the other: straight into the part.
         return [_packed(c, mine), gather(c.target), Wait(c.work)]
-    buffer = Allocate(flat, (size * len(c.group),), c.type.dtype)
-    last = Put(c.target, whole_box(c.target_shape), c.target_shape, flat, join.text) if c.placed else join
+    buffer = Allocate(flat, (size * n,), c.type.dtype)
+    if c.placed:
+        text = joined_text(n, c.source_shape, dim)
+        last: Instruction = put(c.target, whole_box(c.target_shape), c.target_shape, flat, text)
+    else:
+        last = join(c.target, flat, n, c.source_shape, dim)
     return [_packed(c, mine), buffer, gather(flat), Wait(c.work), last]
 
 
-def _packed(c: ReshardContext, name: str) -> Pack:
+def _packed(c: ReshardContext, name: str) -> Copy:
     """The source in one piece."""
-    return Pack(name, c.source, (whole_box(c.source_shape),), c.source_shape)
+    return pack_boxes(name, c.source, (whole_box(c.source_shape),), c.source_shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +223,13 @@ def numel(boxes: Sequence[Sequence[Runs]]) -> int:
 def _deal(c: ReshardContext, cut: int, joined: int) -> list[Instruction]:
     """An all-to-all of equal blocks, the rank's own among them; one view or copy makes the target of what comes."""
     n, block = len(c.group), dealt_block(c, cut)
-    deal = Deal(_sent(c), c.source, n, c.source_shape, cut)
     sizes = [math.prod(block)] * n
-    issued = _sent_to_all(c, _packed(c, deal.target) if deal.is_view else deal, sizes, sizes)
-    return [*issued, Wait(c.work), Join(c.target, _flat(c), n, block, joined)]
+    if lies_in_blocks(c.source_shape, cut):
+        pack = _packed(c, _sent(c))
+    else:
+        pack = pack_blocks(_sent(c), c.source, n, c.source_shape, cut)
+    issued = _sent_to_all(c, pack, sizes, sizes)
+    return [*issued, Wait(c.work), join(c.target, _flat(c), n, block, joined)]
 
 
 def dealt_block(c: ReshardContext, cut: int) -> tuple[int, ...]:
@@ -234,10 +247,10 @@ def dealt_part(c: ReshardContext, cut: int, place: int) -> str:
 
 def _all_to_all(c: ReshardContext, boxes: Sequence[Box], sent: Sequence[int], got: Sequence[int]) -> list[Instruction]:
     """The call that sends boxes of the source to the peers and gets theirs into `_flat`, with these counts per peer."""
-    return _sent_to_all(c, Pack(_sent(c), c.source, tuple(boxes), c.source_shape), sent, got)
+    return _sent_to_all(c, pack_boxes(_sent(c), c.source, tuple(boxes), c.source_shape), sent, got)
 
 
-def _sent_to_all(c: ReshardContext, pack: Pack | Deal, sent: Sequence[int], got: Sequence[int]) -> list[Instruction]:
+def _sent_to_all(c: ReshardContext, pack: Copy, sent: Sequence[int], got: Sequence[int]) -> list[Instruction]:
     packed, flat = pack.target, _flat(c)
     text = f"all_to_all({flat}, {packed}, {[*got]}, {[*sent]})"
     return [
@@ -277,7 +290,7 @@ def _swap(c: ReshardContext, traffic: Traffic) -> list[Instruction]:
 def begun(c: ReshardContext, kept: Sequence[Sequence[Runs]], arrives: bool = False) -> list[Instruction]:
     """The target's memory with what the rank keeps; nothing where what arrives is the target."""
     copies = [
-        Put(c.target, local_box(c.wanted, box), c.target_shape, c.source,
+        put(c.target, local_box(c.wanted, box), c.target_shape, c.source,
             box_text(c.source_box(box), c.source_shape))
         for box in kept
     ]  # fmt: skip
@@ -287,15 +300,15 @@ def begun(c: ReshardContext, kept: Sequence[Sequence[Runs]], arrives: bool = Fal
 def _unpack(c: ReshardContext, flat: str, boxes: Sequence[Sequence[Runs]]) -> list[Instruction]:
     """Put the boxes that stand in a flat buffer, one after the other, in their places; a view if it is the target."""
     if _is_target(c, boxes):
-        return [Unflatten(c.target, flat, 0, numel(boxes), c.target_shape)]
-    return [put(c, flat, start, box) for start, box in zip(starts(boxes), boxes, strict=False)]
+        return [unflatten(c.target, flat, 0, numel(boxes), c.target_shape)]
+    return [put_flat(c, flat, start, box) for start, box in zip(starts(boxes), boxes, strict=False)]
 
 
-def put(c: ReshardContext, flat: str, start: int, box: Sequence[Runs]) -> Put:
+def put_flat(c: ReshardContext, flat: str, start: int, box: Sequence[Runs]) -> Copy:
     """Put a box of a flat buffer, which begins at `start` there, into its place."""
     shape = list(local_shape(box))
     part = f"[{start}:{start + math.prod(shape)}].view({shape})"
-    return Put(c.target, local_box(c.wanted, box), c.target_shape, flat, part)
+    return put(c.target, local_box(c.wanted, box), c.target_shape, flat, part)
 
 
 def _is_target(c: ReshardContext, boxes: Sequence[Sequence[Runs]]) -> bool:
@@ -336,7 +349,7 @@ def _folded(c: ReshardContext, terms: int, own: str | None = None) -> list[Instr
     made = f"{c.target}_new" if c.placed else c.target
     mine = (c.source, own) if own is not None else ("", "")
     fold = Reduce(made, _flat(c), terms, c.target_shape, c.step.src.reduce, *mine)
-    return [fold, Put(c.target, whole_box(c.target_shape), c.target_shape, made)] if c.placed else [fold]
+    return [fold, put(c.target, whole_box(c.target_shape), c.target_shape, made)] if c.placed else [fold]
 
 
 def _in_rows(c: ReshardContext) -> bool:
@@ -375,7 +388,7 @@ def scattered(c: ReshardContext) -> Traffic:
 def _stay(c: ReshardContext, kept: Sequence[Sequence[Runs]]) -> list[Instruction]:
     """The target, where each rank of the group already has all that it wants."""
     if list(kept) == [c.wanted] and not c.placed:
-        return [Slice(c.target, c.source, c.source_box(c.wanted), c.source_shape)]
+        return [view_box(c.target, c.source, c.source_box(c.wanted), c.source_shape)]
     return begun(c, kept)
 
 
@@ -393,7 +406,7 @@ def _transfer(c: ReshardContext) -> list[Instruction]:
     for peer, boxes in zip(group, traffic.sent, strict=True):
         if boxes:
             name = f"{c.target}_to_{peer}"
-            pack = Pack(name, c.source, tuple(local_box(held, box) for box in boxes), c.source_shape)
+            pack = pack_boxes(name, c.source, tuple(local_box(held, box) for box in boxes), c.source_shape)
             issued.append(((c.rank, peer), [pack, _message(c, members, "send", peer, name, numel(boxes))]))
             waits.append(Wait(f"{name}_work"))
     for peer, boxes in zip(group, traffic.received, strict=True):

@@ -79,30 +79,23 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """A part of a tensor: what a rank keeps when a replicated dim becomes sharded."""
+class View:
+    """A name for a part of a tensor, which Python text, `part`, takes. Nothing is copied where torch has views.
+
+    box: set for memory that is written through this name: the part of a buffer of `shape` that one chunk of a loop
+        makes. Such parts of a buffer share no element.
+    note: tells a reader which chunk it is.
+    """
 
     target: str
     source_name: str
-    box: Box
-    shape: tuple[int, ...]
-
-    def source(self) -> str:
-        return f"{self.target} = {self.source_name}{box_text(self.box, self.shape)}"
-
-
-@dataclass(frozen=True, slots=True)
-class BufferPart:
-    """A name for the part of a buffer that one chunk of a loop writes. Parts of a buffer share no element."""
-
-    target: str
-    source_name: str
-    box: Box
-    shape: tuple[int, ...]
+    part: str
+    box: Box | None = None
+    shape: tuple[int, ...] = ()
     note: str = ""
 
     def source(self) -> str:
-        return f"{self.target} = {self.source_name}{box_text(self.box, self.shape)}"
+        return f"{self.target} = {self.source_name}{self.part}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,75 +108,43 @@ class Allocate:
     fill: str = ""
 
     def source(self) -> str:
-        make = f"M.full({_tuple(self.shape)}, {self.fill}" if self.fill else f"M.empty({_tuple(self.shape)}"
+        make = f"M.full({tuple_text(self.shape)}, {self.fill}" if self.fill else f"M.empty({tuple_text(self.shape)}"
         return f"{self.target} = {make}, torch.{self.dtype.value})"
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
-    """A contiguous tensor that may be written to: a copy, unless the source is fresh and dies here."""
+class Copy:
+    """Copy parts of tensors into new memory, or into a box of a buffer. `copies.py` has the ways in which this is used.
+
+    sources: of each the tensor, and Python text that takes a part of it; one after the other in a flat buffer if there
+        are several.
+    how: the method of M that makes the new memory: "dense" copies only what is not contiguous.
+    result: Python text that gives the new memory its shape.
+    box: where the source goes in a buffer of `shape`, which exists already.
+    aliases: the target may lie in the source's memory, which is contiguous already.
+    takes: the source is not used after this, so that the target may be written to.
+    """
 
     target: str
-    source_name: str
-    fresh: bool
-
-    def source(self) -> str:
-        return f"{self.target} = M.{'dense' if self.fresh else 'clone'}({self.source_name})"
-
-
-@dataclass(frozen=True, slots=True)
-class Pack:
-    """Copy boxes of a tensor into a flat buffer, one after the other."""
-
-    target: str
-    source_name: str
-    boxes: tuple[Box, ...]
-    shape: tuple[int, ...]
-
-    def source(self) -> str:
-        if len(self.boxes) == 1:
-            box = box_text(self.boxes[0], self.shape)
-            return f"{self.target} = M.dense({self.source_name}{box}).view(-1)"
-        parts = ", ".join(f"{self.source_name}{box_text(box, self.shape)}" for box in self.boxes)
-        return f"{self.target} = M.cat([{parts}])" if self.boxes else f"{self.target} = {self.source_name}.new_empty(0)"
-
-
-@dataclass(frozen=True, slots=True)
-class Deal:
-    """Copy equal blocks of a tensor along one dim into a flat buffer, one after the other: a `Join` undoes it."""
-
-    target: str
-    source_name: str
-    blocks: int
-    shape: tuple[int, ...]
-    dim: int
+    sources: tuple[tuple[str, str], ...]
+    how: Literal["dense", "clone", "cat", ""]
+    result: str = ""
+    box: Box | None = None
+    shape: tuple[int, ...] = ()
+    aliases: bool = False
+    takes: bool = False
 
     @property
-    def is_view(self) -> bool:
-        """Whether the blocks lie one after the other already, so that nothing is copied."""
-        return math.prod(self.shape[: self.dim]) == 1
+    def reads(self) -> tuple[str, ...]:
+        return tuple([name for name, _ in self.sources])
 
     def source(self) -> str:
-        cut = (*self.shape[: self.dim], self.blocks, self.shape[self.dim] // self.blocks, *self.shape[self.dim + 1 :])
-        return f"{self.target} = M.dense({self.source_name}.view({_tuple(cut)}).movedim({self.dim}, 0)).view(-1)"
-
-
-@dataclass(frozen=True, slots=True)
-class Put:
-    """Copy a tensor, or a flat buffer, into a box of the target; `part` is Python text that takes a part of it."""
-
-    target: str
-    box: Box
-    shape: tuple[int, ...]
-    source_name: str
-    part: str = ""
-
-    @property
-    def value(self) -> str:
-        return self.source_name + self.part
-
-    def source(self) -> str:
-        return f"{self.target}{box_text(self.box, self.shape, assign=True)} = {self.value}"
+        parts = ", ".join(map("".join, self.sources))
+        if self.box is not None:
+            return f"{self.target}{box_text(self.box, self.shape, assign=True)} = {parts}"
+        if not self.how:
+            return f"{self.target} = {parts}"
+        return f"{self.target} = M.{self.how}({f'[{parts}]' if self.how == 'cat' else parts}){self.result}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +152,7 @@ class Reduce:
     """Reduce terms that stand one after the other in a flat buffer.
 
     `own` is a tensor with the rank's own term, if that is not among them; `part` is Python text that takes it. `among`:
-    see `_blocks`.
+    see `blocks_text`.
     """
 
     target: str
@@ -206,75 +167,10 @@ class Reduce:
     def source(self) -> str:
         own = self.own + self.part
         if own and self.terms == 1:
-            term = f"{self.source_name}{_part(self.shape, self.among)}.view({_tuple(self.shape)})"
+            term = f"{self.source_name}{_part(self.shape, self.among)}.view({tuple_text(self.shape)})"
             return f"{self.target} = M.combine({own}, {term}, {self.reduce!r})"
-        folded = f"M.fold({self.source_name}{_blocks(self.terms, self.shape, self.among)}, {self.reduce!r})"
+        folded = f"M.fold({self.source_name}{blocks_text(self.terms, self.shape, self.among)}, {self.reduce!r})"
         return f"{self.target} = " + (f"M.combine({own}, {folded}, {self.reduce!r})" if own else folded)
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """Put the blocks of a flat buffer together along one dim. `among`: see `_blocks`."""
-
-    target: str
-    source_name: str
-    blocks: int
-    block_shape: tuple[int, ...]
-    dim: int
-    among: tuple[int, int] | None = None
-
-    @property
-    def is_view(self) -> bool:
-        """Whether the blocks, one after the other, are the joined tensor already."""
-        return self.among is None and (self.dim == 0 or self.block_shape[: self.dim].count(1) == self.dim)
-
-    @property
-    def text(self) -> str:
-        """Python text that makes the joined tensor."""
-        if self.is_view:
-            return f".view({_tuple(self._shape)})"
-        return f"{self._in_place}.reshape({_tuple(self._shape)})"
-
-    @property
-    def _in_place(self) -> str:
-        return f"{_blocks(self.blocks, self.block_shape, self.among)}.movedim(0, {self.dim})"
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return tuple(n * self.blocks if d == self.dim else n for d, n in enumerate(self.block_shape))
-
-    def source(self) -> str:
-        if self.is_view:
-            return f"{self.target} = {self.source_name}{self.text}"
-        return f"{self.target} = M.clone({self.source_name}{self._in_place}).view({_tuple(self._shape)})"
-
-
-@dataclass(frozen=True, slots=True)
-class Flatten:
-    """Copy tensors, or of each the part that a Python text takes, into a new flat buffer, one after the other."""
-
-    target: str
-    source_names: tuple[str, ...]
-    parts: tuple[str, ...] = ()
-
-    def source(self) -> str:
-        taken = map(str.__add__, self.source_names, self.parts) if self.parts else self.source_names
-        return f"{self.target} = M.cat([{', '.join(taken)}])"
-
-
-@dataclass(frozen=True, slots=True)
-class Unflatten:
-    """A part of a flat buffer as a tensor of this shape."""
-
-    target: str
-    source_name: str
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-
-    def source(self) -> str:
-        part = f"{self.source_name}[{self.start}:{self.stop}]"
-        return f"{self.target} = {part}.view({_tuple(self.shape) if self.shape else '()'})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,23 +277,7 @@ class Free:
         return f"del {', '.join(self.names)}"
 
 
-Instruction = (
-    Launch
-    | Slice
-    | BufferPart
-    | Allocate
-    | Own
-    | Pack
-    | Deal
-    | Put
-    | Reduce
-    | Join
-    | Flatten
-    | Unflatten
-    | CommunicationCall
-    | Wait
-    | Free
-)
+Instruction = Launch | View | Allocate | Copy | Reduce | CommunicationCall | Wait | Free
 
 
 def _part(shape: Sequence[int], among: tuple[int, int] | None) -> str:
@@ -405,16 +285,17 @@ def _part(shape: Sequence[int], among: tuple[int, int] | None) -> str:
     return "" if among is None else f"[{among[0]}:{among[0] + math.prod(shape)}]"
 
 
-def _blocks(count: int, shape: Sequence[int], among: tuple[int, int] | None) -> str:
+def blocks_text(count: int, shape: Sequence[int], among: tuple[int, int] | None) -> str:
     """Python text that takes blocks of a shape from a flat buffer: they stand one after the other.
 
     With `among`, (where it begins there, how long a row is), each block stands in a row among others.
     """
     rows = "" if among is None else f".view({count}, {among[1]})[:, {_part(shape, among)[1:]}"
-    return f"{rows}.view({_tuple((count, *shape))})"
+    return f"{rows}.view({tuple_text((count, *shape))})"
 
 
-def _tuple(values: Sequence[int]) -> str:
+def tuple_text(values: Sequence[int]) -> str:
+    """Python text of a tuple."""
     return f"({values[0]},)" if len(values) == 1 else f"({', '.join(map(str, values))})"
 
 

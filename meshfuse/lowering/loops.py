@@ -12,7 +12,8 @@ from ..sharding.layout import Runs
 from .boxes import whole_box
 from .chunks import Chunks, Lowering
 from .collectives import local_shape
-from .instructions import Allocate, Instruction, MessageKind, Pack, Put, Reduce, SendRecv, Slice, Wait
+from .copies import pack_boxes, put, view_box
+from .instructions import Allocate, Instruction, MessageKind, Reduce, SendRecv, Wait
 from .overlapped import ChunkLoop, RingKind
 
 # Sending a message of so many bytes takes less than starting it, on all links of `costs.MACHINES`.
@@ -148,7 +149,7 @@ class _GatherRing(_InRing):
         if reshard.target in self.parts:
             name, _ = self._target(reshard.target, chunk)
             shape = local_shape(self._held(reshard.target, chunk))
-            self.out.append(Put(name, whole_box(shape), shape, source))
+            self.out.append(put(name, whole_box(shape), shape, source))
         else:
             self.known[reshard.target, chunk] = source
             self._store(reshard.target, chunk)
@@ -161,7 +162,7 @@ class _GatherRing(_InRing):
         if sent:
             name = f"v{reshard.target}_{here}_sent"
             shape = local_shape(self._held(reshard.target, here))
-            pack = Pack(name, self.known[reshard.target, here], (whole_box(shape),), shape)
+            pack = pack_boxes(name, self.known[reshard.target, here], (whole_box(shape),), shape)
             call = self._message(reshard, "send", ring.before, name, here, sent)
             messages.append((ring.index, [pack, call]))
             waits.append(Wait(call.work))
@@ -241,12 +242,12 @@ class _ScatterRing(_InRing):
         if turn < ring.size - 1:
             sent = f"v{reshard.target}_{chunk}_sent"
             call = self._message(reshard, "send", ring.after, sent, chunk, size)
-            self.out += [Pack(sent, mine, (whole,), shape), call, Wait(call.work)]
+            self.out += [pack_boxes(sent, mine, (whole,), shape), call, Wait(call.work)]
         elif self._is_only_chunk(reshard.target):
-            self.out.append(Slice(self.low.name(reshard.target), mine, whole, shape))
+            self.out.append(view_box(self.low.name(reshard.target), mine, whole, shape))
         elif reshard.target in self.whole:
             box = self._box(reshard.target, chunk)
-            self.out.append(Put(self.low.name(reshard.target), box, local_shape(self._held(reshard.target)), mine))
+            self.out.append(put(self.low.name(reshard.target), box, local_shape(self._held(reshard.target)), mine))
 
 
 _WRITERS: dict[RingKind | None, type[Chunks]] = {None: _InTurn, "gather": _GatherRing, "scatter": _ScatterRing}

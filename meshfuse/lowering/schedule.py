@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from .dependences import dependences
 from .durations import CostModel, directions, payload_bytes
-from .instructions import Allocate, Collective, CommunicationCall, Instruction, Launch, Put, SendRecv, Wait
+from .instructions import Allocate, Collective, CommunicationCall, Copy, Instruction, Launch, SendRecv, Wait
 
 # Bytes of buffers that communications in flight may hold before another one is issued ahead of its need.
 IN_FLIGHT = 1 << 30
@@ -89,7 +89,7 @@ class _Scheduler:
                 if wait >= 0:
                     late[place] = wait
                     self.ending.setdefault(wait, []).append(place)
-                elif isinstance(ins, Put):
+                elif isinstance(ins, Copy) and ins.box is not None:
                     self.follow.setdefault(driver, []).append(place)
 
     def run(self) -> list[Instruction]:
