@@ -123,8 +123,8 @@ def compile_definition(
         graph = _graph(fd, shapes, scalars)
         with World.planning(graph.in_words()):
             found = _compiled(graph, default_mesh, max_memory, near_factor, effort, borders)
-            asked = _with_ends(graph, found, borders) if borders is not None else graph
-            return found if asked is graph else _compiled(asked, default_mesh, max_memory, 1.0, effort, borders)
+            placed = _with_ends(graph, found, borders) if borders is not None else graph
+            return found if placed is graph else _compiled(placed, default_mesh, max_memory, 1.0, effort, borders)
 
 
 def _compiled(
@@ -146,9 +146,9 @@ def _with_ends(graph: Graph, compiled: CompiledProgram, borders: Borders) -> Gra
     left = {i: targets[end] for i, end in zip(graph.outputs, compiled.graph.outputs, strict=True)}
     made = {i for node in graph.nodes for i in node.outputs}
     free = {i: sharding for i, sharding in left.items() if i in made and i not in graph.annotations}
-    told = {layout for i in graph.input_tensors if i in graph.annotations for layout in graph.annotations[i].dims}
-    asked = {i: borders.placed(sharding, graph.shape(i), told) for i, sharding in free.items()}
-    return graph if asked == free else graph.annotated(asked, "an output, laid out as DTensors can be")
+    layouts = {layout for i in graph.input_tensors if i in graph.annotations for layout in graph.annotations[i].dims}
+    placed = {i: borders.placed(sharding, graph.shape(i), layouts) for i, sharding in free.items()}
+    return graph if placed == free else graph.annotated(placed, "an output, laid out as DTensors can be")
 
 
 def decided_without(

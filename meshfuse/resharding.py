@@ -1,4 +1,4 @@
-"""From a sharded definition to one with a `Set` wherever a tensor is needed otherwise than it lies."""
+"""Inserts a `Reshard` wherever an op needs a tensor in another sharding than it has."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Value:
 @quickly_made
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """One op in its placement. It reads and makes values, by number."""
+    """One op in its placement. It reads and makes values, given by their numbers."""
 
     node: int
     placement: Placement
@@ -48,10 +48,10 @@ class Compute:
 @quickly_made
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """One move of a reshard: from one value of a tensor to another.
+    """One step of a tensor from one sharding to another: it makes a value from a value.
 
-    `why` says who asked for it, at `line`. If `node` is given, the move does that op's work (a slice or pad of a
-    sharded dim), and its target is a value of the op's result.
+    `why` and `line` say which op or annotation needs it. If `node` is set, the step does the work of that op (a slice
+    or pad of a sharded dim), and the target is a value of the op's result.
     """
 
     source: int
@@ -63,12 +63,12 @@ class Reshard:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The value that is moved; steps of all kinds have this."""
+        """The source, as a tuple: all statements have `inputs`."""
         return (self.source,)
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The value that is made; steps of all kinds have this."""
+        """The target, as a tuple: all statements have `outputs`."""
         return (self.target,)
 
 
@@ -83,7 +83,7 @@ def shard_bytes(sharding: Sharding, ttype: TensorType) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReshardedDefinition:
-    """Ops and moves in order; every op reads and makes values in exactly the shardings of its placement."""
+    """Ops and reshards in order; every op reads and makes values in exactly the shardings of its placement."""
 
     sharded: ShardedDefinition
     values: tuple[Value, ...]
@@ -105,34 +105,34 @@ class ReshardedDefinition:
         return shard_bytes(found.sharding, self.graph.tensors[found.tensor].type)
 
     def price(self, reshard: Reshard) -> Price:
-        """A move's modelled seconds, and the bytes that it sends."""
+        """The modelled seconds of a reshard, and the bytes that it sends."""
         ttype = self.type_of(reshard.source)
         return price(reshard.step, ttype.shape, ttype.dtype.itemsize)
 
     def seconds(self, reshard: Reshard) -> float:
-        """The modelled time of a move."""
+        """The modelled time of a reshard."""
         return self.price(reshard).seconds
 
     def name_of(self, statement: Statement) -> str:
-        """The name of a step's op, or the kind of its move."""
+        """The name of the op, or the kind of the step."""
         return self.graph.nodes[statement.node].name if isinstance(statement, Compute) else statement.step.kind.value
 
     @property
     def reshards(self) -> tuple[Reshard, ...]:
-        """All moves but slices, in order."""
+        """All reshards except slices, in order."""
         return tuple(s for s in self.statements if isinstance(s, Reshard) and s.step.kind is not StepKind.SLICE)
 
     @property
     def collectives(self) -> tuple[Reshard, ...]:
-        """The moves in which something travels between ranks, in order."""
+        """The reshards that send something, in order."""
         return tuple(s for s in self.reshards if travels(s.step, self.graph.shape(self.values[s.source].tensor)))
 
     def read(self) -> set[int]:
-        """The values that some step reads, or that are outputs."""
+        """The values that a statement reads or the program returns."""
         return {value for statement in self.statements for value in statement.inputs}.union(self.outputs)
 
     def without_unread(self) -> ReshardedDefinition:
-        """The same without moves whose result nobody reads."""
+        """The same without reshards whose result is not read."""
         read, kept = set(self.outputs), list[Statement]()
         for statement in reversed(self.statements):
             if isinstance(statement, Compute) or statement.target in read:
@@ -141,9 +141,9 @@ class ReshardedDefinition:
         return replace(self, statements=tuple(reversed(kept)))
 
     def verify(self) -> None:
-        """Assert that every value is made once, before it is read, and that moves fit the shardings of their values.
+        """Assert that every value is made once, before it is read, and that steps fit the shardings of their values.
 
-        What is moved is read.
+        The result of every reshard is read.
         """
         known, shardings = set(self.inputs), [value.sharding for value in self.values]
         assert self.read().issuperset(
@@ -179,9 +179,8 @@ class ReshardedDefinition:
     def fingerprint(self) -> str:
         """A text that is equal only for equal definitions.
 
-        An op or move that repeats is written once and then numbered.
-
-        (The `str` of a large definition would take a fifth of its compilation.)
+        Ops and steps that repeat are written once and numbered: the `str` of a large definition would take a fifth of
+        the time of compiling it.
         """
         known: dict[tuple[int, int], int] = {}
         numbers: dict[str, int] = {}
@@ -202,10 +201,11 @@ class ReshardedDefinition:
 
 @dataclass(slots=True)
 class _Inserter:
-    """The values and steps so far.
+    """The values and statements so far.
 
-    `by_tensor` has each tensor's values, the first one made in front. `before` tells what to make of a tensor first, on
-    the way to another of its shardings. Of the tensors in `unread` nobody reads what an annotation asks for.
+    by_tensor: the values of each tensor, in the order in which they are made.
+    before: for a sharding of a tensor, another one to make first, on the way.
+    unread: tensors whose annotated value is not read.
     """
 
     sharded: ShardedDefinition
@@ -265,12 +265,12 @@ class _Inserter:
         return self.need(tensor, end, "output", made.line)
 
     def need(self, tensor: int, sharding: Sharding, why: str, line: SourceLine) -> int:
-        """The number of the value of a tensor in a sharding; made from the nearest one if it is not there."""
+        """The value of a tensor in a sharding, by number; made from the nearest one if there is none yet."""
         there = self._there(tensor, sharding)
         return self._brought(tensor, sharding, why, line) if there is None else there
 
     def _brought(self, tensor: int, sharding: Sharding, why: str, line: SourceLine) -> int:
-        """A new value of a tensor in a sharding."""
+        """Make the value of a tensor in a sharding."""
         first = self.before.get((tensor, sharding))
         if first is not None:
             self.need(tensor, *first)
@@ -280,7 +280,7 @@ class _Inserter:
         return self._move(value, found, why, line)
 
     def _there(self, tensor: int, sharding: Sharding) -> int | None:
-        """The number of the value of a tensor in a sharding, if there is one."""
+        """The value of a tensor in a sharding, by number, if there is one."""
         for value in self.by_tensor[tensor]:
             if value.sharding is sharding:
                 return value.id
@@ -307,15 +307,15 @@ class _Inserter:
         return tensor in graph.input_tensors and tensor not in graph.annotations
 
     def _reuse_input(self, tensor: int, mesh: DeviceMesh) -> None:
-        """Add an input's value on this mesh: one without an annotation is passed whole on every rank of every mesh."""
+        """Add the value of an input on this mesh: without an annotation, every rank is given the whole tensor."""
         self.inputs.append(self._new(tensor, Sharding.replicated(mesh, len(self.sharded.graph.shape(tensor)))))
 
 
 def insert_resharding(sharded: ShardedDefinition, borders: Borders | None = None) -> ReshardedDefinition:
-    """Put in the moves that the placements need: each reshard by its cheapest path, equal moves once.
+    """Insert the reshards that the placements need, each by the cheapest plan; equal ones are made once.
 
-    `borders` tells how inputs are passed and outputs returned, where they are DTensors. A tensor is not brought to its
-    annotation if all its readers take it from where its op makes it.
+    `borders` says how DTensors are passed and returned. A tensor is not resharded to its annotation if no reader needs
+    it there.
     """
     found = _Inserter(sharded, borders).run()
     unread = _unread(found)
@@ -323,7 +323,7 @@ def insert_resharding(sharded: ShardedDefinition, borders: Borders | None = None
 
 
 def _unread(found: ReshardedDefinition) -> frozenset[int]:
-    """The tensors that are moved to where nobody reads them."""
+    """The tensors that have a resharded value that is not read."""
     read = found.read()
     moved = [statement.target for statement in found.statements if isinstance(statement, Reshard)]
     return frozenset([found.values[value].tensor for value in moved if value not in read])

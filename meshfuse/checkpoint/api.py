@@ -136,10 +136,10 @@ class _Team:
         """Raises RankError where the ranks' values differ."""
         self.compare(what, self.all(f"comparing {what}", value), do)
 
-    def compare(self, what: str, told: list[str], do: str = SAME_PROGRAM) -> None:
+    def compare(self, what: str, texts: list[str], do: str = SAME_PROGRAM) -> None:
         """Raises RankError where the texts of the ranks differ."""
-        if len(set(told)) > 1:
-            raise disagreement(what, told, self.world.all_ranks, do)
+        if len(set(texts)) > 1:
+            raise disagreement(what, texts, self.world.all_ranks, do)
 
 
 def _failure(what: str, doing: str, failed: Mapping[int, str]) -> MeshfuseError:

@@ -167,13 +167,13 @@ def _shard(dim: int, chunks: int) -> Any:
     return Shard(dim) if chunks == 1 else _StridedShard(dim, split_factor=chunks)
 
 
-def placeable(sharding: Sharding, shape: tuple[int, ...], told: Collection[Layout]) -> Sharding:
+def placeable(sharding: Sharding, shape: tuple[int, ...], layouts: Collection[Layout]) -> Sharding:
     """The sharding itself if torch's placements can say it; else one that they can say.
 
     Of these it is one with the smallest shards, and of several such the one that takes least to reach. Axes stand in
-    the mesh's order, or as the inputs have them, whose layouts are `told`: many of torch's ops take no other.
+    the mesh's order, or as the inputs have them, whose layouts are `layouts`: many of torch's ops take no other.
     """
-    if placements_of(sharding, shape, told) is not None:
+    if placements_of(sharding, shape, layouts) is not None:
         return sharding
     mesh, reduced = sharding.mesh, sharding.reduced()
     axes = [Split(n, name) for n, name in zip(mesh.shape, mesh.names, strict=True)]

@@ -1,4 +1,4 @@
-"""All ranks in one process: their programs run on plain tensors, each up to its next wait, in turns."""
+"""Simulated ranks in one process: programs run on plain tensors and take turns at their waits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .stream_order import Streams
 
 @dataclass(slots=True, eq=False)
 class SimulatedWork:
-    """A collective that is done once all ranks of its group have issued it."""
+    """A collective; it is done when all ranks of its group have issued it."""
 
     what: str
     done: bool = False
@@ -32,20 +32,20 @@ class SimulatedWork:
 
 @dataclass(slots=True)
 class _Arrivals:
-    """The ranks that have come to one collective, with their arguments."""
+    """The ranks that have issued one collective, with their arguments."""
 
     size: int
     calls: dict[int, tuple[str, tuple[Any, ...], SimulatedWork]] = field(default_factory=dict)
 
 
 class Hub:
-    """The simulated network: matches the n-th collective of every rank of a group, and messages in their order."""
+    """The simulated network. It matches the n-th collectives of the ranks of a group, and messages in order."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what a failed run issued."""
+        """Drop what a failed run has issued."""
         self._issued: dict[tuple[tuple[int, ...], int], int] = {}
         self._arrivals: dict[tuple[tuple[int, ...], int], _Arrivals] = {}
         self._sent: dict[tuple[tuple[int, ...], int, int], list[torch.Tensor]] = {}
@@ -58,7 +58,7 @@ class Hub:
         return self._issued[place]
 
     def arrive(self, group: SimulatedGroup, number: int, kind: str, arguments: tuple[Any, ...]) -> SimulatedWork:
-        """Note a rank's arguments for a collective, and do the collective when the last rank of the group has come."""
+        """Record the arguments of one rank; the last rank of the group runs the collective."""
         work = SimulatedWork(f"{kind} #{number} of ranks {group.ranks}")
         arrivals = self._arrivals.setdefault((group.ranks, number), _Arrivals(group.size))
         arrivals.calls[group.index] = (kind, arguments, work)
@@ -74,7 +74,7 @@ class Hub:
         return SimulatedWork("send", True)
 
     def receive(self, group: SimulatedGroup, tensor: torch.Tensor, source: int) -> SimulatedWork:
-        """Fill `tensor` from the next message of the rank at index `source`, when it comes."""
+        """Fill `tensor` from the next message of the rank at index `source`, once it is sent."""
         work = SimulatedWork(f"message from rank {group.ranks[source]} to rank {group.ranks[group.index]}")
         self._expected.setdefault((group.ranks, source, group.index), []).append((tensor, work))
         self._match((group.ranks, source, group.index))

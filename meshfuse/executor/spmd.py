@@ -1,4 +1,4 @@
-"""One rank's program on the real group of processes."""
+"""Runs the program of one rank on a real process group."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ finished: list[Callable[[RankProgram], None]] = []
 
 
 def check_world(fd: DefinitionBuilder, size: int, idle_ranks: bool, line: SourceLine) -> None:
-    """Raises DefinitionError where the meshes do not fit the ranks that there are."""
+    """Raises DefinitionError if the meshes do not fit the number of ranks."""
     ranks = named_ranks(fd, size)
     if max(ranks) >= size:
         largest = max(_meshes(fd), key=lambda mesh: max(mesh.ranks))
@@ -65,9 +65,9 @@ def _meshes(fd: DefinitionBuilder) -> list[DeviceMesh]:
 
 
 def check_same_arguments(fd: DefinitionBuilder, given: Inputs, world: World) -> None:
-    """Raises RankError on every rank where ranks were given different global arguments; reads each argument once."""
-    said = [f"{fd.tensors[i].label}: a sum of bits of {sum_of_bits(t)}" for i, t in given.tensors.items()]
-    text = "\n".join([*said, *scalar_lines(given)])
+    """Raises RankError on every rank if ranks have different global arguments; reads each argument once."""
+    lines = [f"{fd.tensors[i].label}: a sum of bits of {sum_of_bits(t)}" for i, t in given.tensors.items()]
+    text = "\n".join([*lines, *scalar_lines(given)])
     world.rendezvous.check_same(digest_of(text), "the global arguments", world.all_ranks, lambda: text, _SAME_ARGUMENTS)
 
 
@@ -83,9 +83,9 @@ _SAME_ARGUMENTS = (
 
 
 def sum_of_bits(tensor: torch.Tensor) -> int:
-    """A checksum: the elements' bits as integers, each times an odd number that its place gives, added up.
+    """A checksum: the sum of the elements' bits as integers, each times an odd number that depends on its position.
 
-    Other numbers almost surely have another sum, and so have the same numbers in another order (a shuffled data set).
+    It depends on the order of the elements, too: a data set that is shuffled differently has another checksum.
     """
     flat = dense(tensor.detach().contiguous().reshape(-1))
     bits, found = flat.view(INTEGERS[min(tensor.element_size(), 8)]), 0
@@ -101,35 +101,30 @@ _SPREAD = 0x5851F42D4C957F2D
 
 
 class _Phase(Enum):
-    """How far a call has come.
-
-    Before its program runs, while all ranks compile it, in the program, while whole outputs are gathered, or after all
-    that ranks do together.
-    """
+    """The phase of a call: before anything, compiling segments, running, gathering whole outputs, or over."""
 
     BEFORE, COMPILING, RUNNING, GATHERING, OVER = range(5)
 
 
 class RankProgram:
-    """A compiled program bound to this rank's process groups.
+    """A compiled program, bound to the process groups of this rank.
 
-    Raises RankError on every rank of its meshes where their programs differ; on ranks outside of them it does nothing.
+    Raises RankError on every rank of its meshes if their programs differ. On other ranks it does nothing.
 
-    source: the definition's text, which the ranks of its meshes compare, with the plan, before the first execution.
+    source: the text of the definition. The ranks compare it, and the plan, before the first execution.
     backend: what runs the segments, one of `backends.assignment.NAMES`.
-    ranks: those of the meshes that the definition names.
-    renew: makes a program with a plan of its own, where this one's was taken over and it is executed often.
-    capture: makes what runs a step in place of the program's main function, once its segments are compiled.
+    ranks: the ranks of the meshes in the definition.
+    renew: makes a program with its own plan, for a program that reuses the plan of other shapes and runs often.
+    capture: replaces the main function by a captured one, once the segments are compiled.
 
-    Where a call is: `step` is its number (after the call, the last one's), `running` whether its program is under way,
-    `_phase` how far it has come, `_gathered` which output is being gathered. From these a rank tells others where it
-    is.
+    State of a call, which a rank reports to others: `step` is its number, `running` whether the program is running,
+    `_phase` its phase, `_gathered` which output is being gathered.
 
-    Who runs it: `ranks` are those that compare it and its calls, none where this rank has no part in it.
+    `ranks` are those that compare the program and its calls; empty if this rank does not take part.
 
-    What runs: `_main` is the program's main function; `_run` is what a step calls, `_main` or what was captured of it.
-    `_calls` counts the steps of this plan. Before step `_due` segments are compiled (None: they are, or there are
-    none); before step `_renewal` the plan is made anew (None: it stays).
+    `_main` is the main function; `_run` is what a step calls: `_main` or its captured form. `_calls` counts the steps
+    of this plan. Segments are compiled before step `_due` (None: done, or there are none). The plan is renewed before
+    step `_renewal` (None: never).
     """
 
     def __init__(
@@ -146,7 +141,7 @@ class RankProgram:
             self._bind(compiled)
 
     def _bind(self, compiled: CompiledProgram) -> None:
-        """Make this the program that runs, if all of its ranks have the same. Raises RankError where they differ."""
+        """Use this program, if all of its ranks have the same one. Raises RankError if they differ."""
         world, graph = self.world, compiled.graph
         together = tuple(sorted({*self._named, *compiled.ranks}))
         self.ranks = together if world.rank in together else ()

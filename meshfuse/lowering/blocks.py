@@ -44,7 +44,7 @@ def gathered_dim(step: Step, shape: tuple[int, ...], group: Group, rank: int) ->
 
 
 @functools.lru_cache(maxsize=4096)
-def dealt_dims(step: Step, shape: tuple[int, ...], group: Group) -> tuple[int, int] | None:
+def block_exchange_dims(step: Step, shape: tuple[int, ...], group: Group) -> tuple[int, int] | None:
     """(the dim along which each rank cuts its source, the dim along which it joins what comes) of an all-to-all.
 
     Both must be equal blocks in the order of the ranks, one from and for each rank; None for all other exchanges.

@@ -15,14 +15,14 @@ from .collectives import (
     ReshardContext,
     Traffic,
     begun,
-    dealt_block,
-    dealt_part,
     exchanged,
     lower_reshard,
     numel,
     own_term,
     put_flat,
     scattered,
+    sent_block,
+    sent_part,
     starts,
 )
 from .copies import join, pack_all, unflatten
@@ -77,8 +77,8 @@ def lower_bucket(contexts: Sequence[ReshardContext]) -> list[Instruction]:
         dims = [c.gathered_dim for c in contexts]
         together = [(c, dim) for c, dim in zip(contexts, dims, strict=True) if dim is not None]
         made = _gathered(together) if len(together) > 1 else []
-    elif all(c.is_spared and c.dealt_dims for c in contexts):
-        return _dealt(contexts)
+    elif all(c.is_fusable and c.block_exchange_dims for c in contexts):
+        return _blocks_exchanged(contexts)
     else:
         traffic_of = scattered if kind is StepKind.REDUCE_SCATTER else exchanged
         together = [(c, traffic) for c in contexts if (traffic := traffic_of(c)).any]
@@ -118,15 +118,15 @@ def _gathered(together: Sequence[tuple[ReshardContext, int]]) -> list[Instructio
     ]  # fmt: skip
 
 
-def _dealt(contexts: Sequence[ReshardContext]) -> list[Instruction]:
+def _blocks_exchanged(contexts: Sequence[ReshardContext]) -> list[Instruction]:
     """All-to-alls of equal blocks as one, in which each rank gets its blocks of all moves, one after the other."""
     first, n = contexts[0], len(contexts[0].group)
-    dims = [c.dealt_dims or (0, 0) for c in contexts]
-    blocks = [dealt_block(c, cut) for c, (cut, _) in zip(contexts, dims, strict=True)]
+    dims = [c.block_exchange_dims or (0, 0) for c in contexts]
+    blocks = [sent_block(c, cut) for c, (cut, _) in zip(contexts, dims, strict=True)]
     counts = list(map(math.prod, blocks))
     packed, flat, row = f"{first.target}_sent", f"{first.target}_flat", sum(counts)
     starts, sizes = itertools.accumulate(counts, initial=0), [row] * n
-    parts = [(c.source, dealt_part(c, cut, r)) for r in range(n) for c, (cut, _) in zip(contexts, dims, strict=True)]
+    parts = [(c.source, sent_part(c, cut, r)) for r in range(n) for c, (cut, _) in zip(contexts, dims, strict=True)]
     text = f"all_to_all({flat}, {packed}, {sizes}, {sizes})"
     return [
         pack_all(packed, parts),

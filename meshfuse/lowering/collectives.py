@@ -1,4 +1,4 @@
-"""One move on one rank, as instructions: the named collective where the blocks fit, exact pieces otherwise."""
+"""Lowers one reshard on one rank: to its collective where blocks are equal, else to an exchange of exact pieces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..ops.values import TensorType
 from ..reshard.steps import Piece, Step, StepKind, arriving, box_numel, pieces, rank_pieces
 from ..sharding.layout import Runs
-from .blocks import dealt_dims, gathered_dim, is_dense, local_box, local_shape
+from .blocks import block_exchange_dims, gathered_dim, is_dense, local_box, local_shape
 from .boxes import Box, box_text, whole_box
 from .copies import (
     join,
@@ -41,11 +41,11 @@ from .instructions import (
 
 @dataclass(frozen=True, slots=True)
 class ReshardContext:
-    """A move as one rank sees it, with the names of what it reads and makes.
+    """A reshard as one rank sees it, with the names of its source and target.
 
-    fresh: the source may be written to.
-    is_spared: the kernel that first reads the target can put it together from what comes.
-    placed: the target is there already, as a dense part of a whole (for a chunk of a loop).
+    fresh: the source may be overwritten.
+    is_fusable: the kernel that first reads the target can unpack it from the received buffer.
+    placed: the target exists, as a dense part of a larger buffer (for a chunk of a loop).
     """
 
     rank: int
@@ -56,7 +56,7 @@ class ReshardContext:
     about: Communication
     fresh: bool
     work: str
-    is_spared: bool = False
+    is_fusable: bool = False
     placed: bool = False
 
     @property
@@ -81,21 +81,21 @@ class ReshardContext:
 
     @property
     def gathered_dim(self) -> int | None:
-        """The dim along which the ranks' equal blocks, in order, make the target; None where none does."""
+        """The dim along which the equal blocks of the ranks, in order, make the target; None if there is none."""
         return gathered_dim(self.step, self.type.shape, self.group, self.rank)
 
     @property
-    def dealt_dims(self) -> tuple[int, int] | None:
-        """(dim along which the source is cut, dim along which the target is joined) of an all-to-all of equal blocks.
+    def block_exchange_dims(self) -> tuple[int, int] | None:
+        """For an all-to-all of equal blocks: the dims along which the source is cut and the target is joined.
 
-        The rank's own block is sent along, so that what comes is the target as it lies, or can be read as such. None
-        where it would have to be copied once more, and for all other moves.
+        The rank's own block is sent as well, so that the received buffer is the target or can be read as the target.
+        None where it would have to be copied again, and for all other steps.
         """
-        dims = None if self.placed else dealt_dims(self.step, self.type.shape, self.group)
-        return dims if dims is not None and (self.is_spared or math.prod(self.target_shape[: dims[1]]) == 1) else None
+        dims = None if self.placed else block_exchange_dims(self.step, self.type.shape, self.group)
+        return dims if dims is not None and (self.is_fusable or math.prod(self.target_shape[: dims[1]]) == 1) else None
 
     def source_box(self, box: Sequence[Runs]) -> Box:
-        """Where a box of the target's global indices lies in the local source."""
+        """The place of a box of global target indices in the local source."""
         window = self.step.window
         return local_box(self.held, window.to_source(tuple(box)) if window else box)
 
@@ -107,7 +107,7 @@ class ReshardContext:
 
 
 def lower_reshard(c: ReshardContext) -> list[Instruction]:
-    """The instructions of a move on this rank."""
+    """The instructions of a reshard on this rank."""
     kind = c.step.kind
     if kind is StepKind.TRANSFER:
         return _transfer(c)
@@ -123,13 +123,13 @@ def lower_reshard(c: ReshardContext) -> list[Instruction]:
         return _reduce_scatter(c)
     if kind is StepKind.ALL_GATHER and (dim := c.gathered_dim) is not None:
         return _all_gather(c, dim)
-    if (dims := c.dealt_dims) is not None:
-        return _deal(c, *dims)
+    if (dims := c.block_exchange_dims) is not None:
+        return _exchange_blocks(c, *dims)
     return _exchange(c)
 
 
 def _simple(c: ReshardContext) -> list[Instruction] | None:
-    """The instructions where no rank of the group has anything of a chunk, or one rank has it for all; else None."""
+    """The instructions if no rank of the group has a part of a chunk, or one rank has all of it; else None."""
     if not any(box_numel(c.step.wanted(c.type.shape, rank)) for rank in c.group):
         return _make_target(c)
     if c.step.kind is StepKind.REDUCE_SCATTER:
@@ -141,7 +141,7 @@ def _simple(c: ReshardContext) -> list[Instruction] | None:
 
 
 def _make_target(c: ReshardContext) -> list[Instruction]:
-    """New memory for the target, with `fill` where no rank has an element of a window."""
+    """New memory for the target, filled where a window reaches beyond its source."""
     fill = c.step.window.fill if c.step.window else ""
     return [] if c.placed else [Allocate(c.target, c.target_shape, c.type.dtype, fill)]
 
@@ -192,7 +192,7 @@ def _packed(c: ReshardContext, name: str) -> Copy:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """By peer of the group the boxes, of global indices, that this rank sends and gets; `kept` are those it keeps.
+    """The boxes of global indices that this rank sends to and receives from each peer of the group, and those it keeps.
 
     `any`: some rank of the group sends something.
     """
@@ -204,7 +204,7 @@ class Traffic:
 
     @classmethod
     def of(cls, mine: Sequence[Piece], rank: int, group: Sequence[int], some: bool) -> Traffic:
-        """From the pieces that concern this rank; `any` says whether some rank of the group sends something."""
+        """From the pieces that this rank sends, receives or keeps."""
         sent, received = ({r: list[tuple[Runs, ...]]() for r in group} for _ in range(2))
         for p in mine:
             if p.source == rank != p.target:
@@ -220,9 +220,9 @@ def numel(boxes: Sequence[Sequence[Runs]]) -> int:
     return sum(map(box_numel, boxes))
 
 
-def _deal(c: ReshardContext, cut: int, joined: int) -> list[Instruction]:
-    """An all-to-all of equal blocks, the rank's own among them; one view or copy makes the target of what comes."""
-    n, block = len(c.group), dealt_block(c, cut)
+def _exchange_blocks(c: ReshardContext, cut: int, joined: int) -> list[Instruction]:
+    """An all-to-all of equal blocks, including the rank's own; the target is a view or one copy of what is received."""
+    n, block = len(c.group), sent_block(c, cut)
     sizes = [math.prod(block)] * n
     if lies_in_blocks(c.source_shape, cut):
         pack = _packed(c, _sent(c))
@@ -232,21 +232,21 @@ def _deal(c: ReshardContext, cut: int, joined: int) -> list[Instruction]:
     return [*issued, Wait(c.work), join(c.target, _flat(c), n, block, joined)]
 
 
-def dealt_block(c: ReshardContext, cut: int) -> tuple[int, ...]:
+def sent_block(c: ReshardContext, cut: int) -> tuple[int, ...]:
     """The shape of the blocks that the source is cut into along a dim."""
     return tuple(size // len(c.group) if d == cut else size for d, size in enumerate(c.source_shape))
 
 
-def dealt_part(c: ReshardContext, cut: int, place: int) -> str:
-    """Python text that takes, of the source, the block for one rank of the group."""
-    size = dealt_block(c, cut)[cut]
+def sent_part(c: ReshardContext, cut: int, place: int) -> str:
+    """Python text that takes the block of the source for one rank of the group."""
+    size = sent_block(c, cut)[cut]
     mine = ((place * size, (place + 1) * size),)
     box = tuple(mine if d == cut else ((0, n),) for d, n in enumerate(c.source_shape))
     return box_text(box, c.source_shape)
 
 
 def _all_to_all(c: ReshardContext, boxes: Sequence[Box], sent: Sequence[int], got: Sequence[int]) -> list[Instruction]:
-    """The call that sends boxes of the source to the peers and gets theirs into `_flat`, with these counts per peer."""
+    """Send boxes of the source to the peers and receive theirs in `_flat`; `sent` and `got` count elements per peer."""
     return _sent_to_all(c, pack_boxes(_sent(c), c.source, tuple(boxes), c.source_shape), sent, got)
 
 
@@ -266,7 +266,7 @@ def _sent(c: ReshardContext) -> str:
 
 
 def _flat(c: ReshardContext) -> str:
-    """The name of the buffer that receives what peers send, one after the other."""
+    """The name of the receive buffer, in the order of the peers."""
     return f"{c.target}_flat"
 
 
@@ -277,7 +277,7 @@ def _issue(c: ReshardContext, traffic: Traffic) -> list[Instruction]:
 
 
 def _swap(c: ReshardContext, traffic: Traffic) -> list[Instruction]:
-    """One all-to-all of exact pieces, and the pieces put into their places."""
+    """One all-to-all of exact pieces, and the copies to their places."""
     received = [box for peer in traffic.received for box in peer]
     return [
         *_issue(c, traffic),
@@ -288,7 +288,7 @@ def _swap(c: ReshardContext, traffic: Traffic) -> list[Instruction]:
 
 
 def begun(c: ReshardContext, kept: Sequence[Sequence[Runs]], arrives: bool = False) -> list[Instruction]:
-    """The target's memory with what the rank keeps; nothing where what arrives is the target."""
+    """The memory of the target with what the rank keeps; nothing if the received buffer is the target."""
     copies = [
         put(c.target, local_box(c.wanted, box), c.target_shape, c.source,
             box_text(c.source_box(box), c.source_shape))
@@ -298,21 +298,21 @@ def begun(c: ReshardContext, kept: Sequence[Sequence[Runs]], arrives: bool = Fal
 
 
 def _unpack(c: ReshardContext, flat: str, boxes: Sequence[Sequence[Runs]]) -> list[Instruction]:
-    """Put the boxes that stand in a flat buffer, one after the other, in their places; a view if it is the target."""
+    """Copy the boxes in a flat buffer to their places; a view if the buffer is the target."""
     if _is_target(c, boxes):
         return [unflatten(c.target, flat, 0, numel(boxes), c.target_shape)]
     return [put_flat(c, flat, start, box) for start, box in zip(starts(boxes), boxes, strict=False)]
 
 
 def put_flat(c: ReshardContext, flat: str, start: int, box: Sequence[Runs]) -> Copy:
-    """Put a box of a flat buffer, which begins at `start` there, into its place."""
+    """Copy a box, which begins at `start` in a flat buffer, to its place."""
     shape = list(local_shape(box))
     part = f"[{start}:{start + math.prod(shape)}].view({shape})"
     return put(c.target, local_box(c.wanted, box), c.target_shape, flat, part)
 
 
 def _is_target(c: ReshardContext, boxes: Sequence[Sequence[Runs]]) -> bool:
-    """Whether these boxes, one after the other, are the whole target as it lies in memory, not made yet."""
+    """Whether these boxes, one after the other, are the whole target in memory order, and it is still to be made."""
     if c.placed or not boxes or numel(boxes) != math.prod(c.target_shape):
         return False
     places = [local_box(c.wanted, box) for box in boxes]
@@ -333,19 +333,19 @@ def _first(box: Box, shape: Sequence[int]) -> int:
 
 
 def _reduce_scatter(c: ReshardContext) -> list[Instruction]:
-    """An all-to-all that brings each rank all terms of its part, and their reduction."""
+    """An all-to-all that sends each rank the terms of its part, and their reduction."""
     if _in_rows(c):
         return _scatter_rows(c)
     return [*_issue(c, scattered(c)), Wait(c.work), *_folded(c, len(c.group) - 1, own_term(c))]
 
 
 def own_term(c: ReshardContext) -> str:
-    """Python text that takes, of the source, the rank's own term of its part."""
+    """Python text that takes the rank's own term of its part from the source."""
     return box_text(local_box(c.held, c.wanted), c.source_shape)
 
 
 def _folded(c: ReshardContext, terms: int, own: str | None = None) -> list[Instruction]:
-    """Reduce the terms that came, and the rank's own, to the target."""
+    """Reduce the received terms and the rank's own to the target."""
     made = f"{c.target}_new" if c.placed else c.target
     mine = (c.source, own) if own is not None else ("", "")
     fold = Reduce(made, _flat(c), terms, c.target_shape, c.step.src.reduce, *mine)
@@ -386,16 +386,16 @@ def scattered(c: ReshardContext) -> Traffic:
 
 
 def _stay(c: ReshardContext, kept: Sequence[Sequence[Runs]]) -> list[Instruction]:
-    """The target, where each rank of the group already has all that it wants."""
+    """The target, if each rank of the group already has all of its part."""
     if list(kept) == [c.wanted] and not c.placed:
         return [view_box(c.target, c.source, c.source_box(c.wanted), c.source_shape)]
     return begun(c, kept)
 
 
 def _transfer(c: ReshardContext) -> list[Instruction]:
-    """Messages between the ranks of two meshes, all issued before any is waited for.
+    """Messages between the ranks of two meshes, all issued before the first wait.
 
-    Every rank issues its messages ordered by their senders and then their receivers, so that all have one order.
+    Messages are ordered by sender, then receiver, so that all ranks have the same order.
     """
     group, shape = c.group, c.type.shape
     members = _talking(pieces(c.step, shape, group))
@@ -424,9 +424,9 @@ def _transfer(c: ReshardContext) -> list[Instruction]:
 
 
 def _talking(moved: Sequence[Piece]) -> tuple[int, ...]:
-    """The ranks that send or get something.
+    """The ranks that send or receive something.
 
-    A group connects once all its ranks have come to their first message, so it must have no others.
+    A group connects when all of its ranks reach their first message, so it must have no other ranks.
     """
     return tuple(sorted({rank for p in moved if p.source != p.target for rank in (p.source, p.target)}))
 

@@ -36,10 +36,10 @@ def fuse_copies(
     """
     if not any(isinstance(i, (Copy, Reduce)) for i in body):
         return list(body)
-    return _Absorber(body, fusible, outputs, room).run()
+    return _CopyFuser(body, fusible, outputs, room).run()
 
 
-class _Absorber:
+class _CopyFuser:
     """By name, `makers` are the places that make or write it, `readers` those that read it.
 
     `inside` goes into kernels.

@@ -1,4 +1,4 @@
-"""The instructions of a host program. Each is a value, and prints as the Python that runs it."""
+"""The instructions of a host program: values that print as the Python code that runs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .boxes import Box, box_text
 class Kernel:
     """A segment on one rank: a local function of tensors and scalars, one line of torch code per op.
 
-    written: the places of parameters that it writes results into; all other results are new tensors.
-    functions: of registered ops, which lines call as OP.name.
-    work: for every op its operations, and the bytes that it reads and writes at least.
-    origins: for every line the op, and the user's line.
-    unpacks: done first: they make values that the lines read from what was received.
-    packs: done last: they make what is sent of the results.
+    written: indices of the parameters that results are written into. All other results are new tensors.
+    functions: the functions of registered ops, which lines call as OP.name.
+    work: per op, its operations and the least bytes that it reads and writes.
+    origins: per line, the op and the user's line.
+    unpacks: run first; they make values that the lines read from received buffers.
+    packs: run last; they make the buffers to send from the results.
     """
 
     name: str
@@ -42,11 +42,11 @@ class Kernel:
 
     @property
     def before(self) -> int:
-        """How many lines of its text stand before those of its ops."""
+        """The number of lines before those of the ops."""
         return bool(self.written) + 1 + len(self.unpacks)
 
     def source(self) -> list[str]:
-        # torch refuses to write into an existing tensor what gradients could be asked of.
+        # torch refuses to write a tensor that requires gradients into an existing one.
         marks = ["@torch.no_grad()"] if self.written else []
         returned = [f"    return {', '.join(self.results)}"] if self.results or not self.lines else []
         return [
@@ -61,7 +61,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Run a kernel. `note` tells a reader which part of a loop this is."""
+    """Run a kernel. `note` says which part of a loop this is."""
 
     kernel: Kernel
     inputs: tuple[str, ...]
@@ -70,7 +70,7 @@ class Launch:
 
     @property
     def written(self) -> tuple[str, ...]:
-        """The buffers among its inputs that it writes into."""
+        """The input buffers that it writes into."""
         return tuple(self.inputs[place] for place in self.kernel.written)
 
     def source(self) -> str:
@@ -100,7 +100,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """A new buffer, filled with a number (Python text) if one is given."""
+    """A new buffer; `fill` is the Python text of a number to fill it with."""
 
     target: str
     shape: tuple[int, ...]
@@ -149,10 +149,10 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Reduce terms that stand one after the other in a flat buffer.
+    """Reduce terms that follow each other in a flat buffer.
 
-    `own` is a tensor with the rank's own term, if that is not among them; `part` is Python text that takes it. `among`:
-    see `blocks_text`.
+    `own` is a tensor with this rank's term, if that is not in the buffer; `part` is Python text that takes it.
+    `among`: see `blocks_text`.
     """
 
     target: str
@@ -175,10 +175,10 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """What a collective is for, and what it costs: `wire` is this rank's bytes, counted as rings.
+    """Why a collective is there, and what it costs.
 
-    `kind` is the kind of the move, `move` its text. `why` and `line` tell who asked for it. `parts` are those moves
-    that one call does together.
+    `kind` is the kind of the step, `step` its text. `wire` is the bytes that this rank sends, for ring algorithms.
+    `why` and `line` say which op or annotation needs it. `parts` are the steps that one call does together.
     """
 
     kind: str
@@ -192,20 +192,20 @@ class Communication:
 
     @property
     def description(self) -> str:
-        """What is moved and for whom, as errors say it."""
+        """How errors name it."""
         return f"{self.kind} of {self.tensor} over {self.axes or 'two meshes'} ({self.why})"
 
 
-# As the methods of groups are called.
+# The methods of groups.
 CollectiveKind = Literal["all_reduce", "all_gather", "all_to_all", "broadcast"]
 MessageKind = Literal["send", "recv"]
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective of a group, issued; its Wait, for `work`, comes later.
+    """Issue a collective of a group; a later `Wait` for `work` completes it.
 
-    `text` is the call on the group; `payload` is how many elements the rank passes, and their dtype.
+    `text` is the call on the group. `payload` is the number of elements that this rank passes, and their dtype.
     """
 
     work: str
@@ -223,7 +223,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class SendRecv:
-    """A message to ("send") or from ("recv") a rank of a group, issued; `payload` is its elements and their dtype."""
+    """Issue a message to ("send") or from ("recv") a rank. `payload`: the number of elements, and their dtype."""
 
     work: str
     group: tuple[int, ...]
@@ -237,20 +237,20 @@ class SendRecv:
         return f"{self.work} = {group_name(self.group)}.{self.kind}({self.buffer}, {self.group.index(self.peer)})"
 
     def ends(self, rank: int) -> tuple[int, int]:
-        """(rank that sends, rank that receives), if this rank issues it."""
+        """The sending and the receiving rank, where `rank` issues it."""
         return (rank, self.peer) if self.kind == "send" else (self.peer, rank)
 
 
-# What issues a communication, which a `Wait` ends.
+# Instructions that issue a communication, which a `Wait` completes.
 CommunicationCall = Collective | SendRecv
-# The n-th collective of a group, or the n-th message from one rank to another.
+# The n-th call in a channel.
 CallKey = tuple[object, int]
 
 
 def call_channel(rank: int, call: CommunicationCall) -> tuple[object, int]:
-    """(what a call is counted among, how many ranks meet there): the n-th calls of all ranks in one place meet.
+    """The channel of a call, and how many ranks take part: the n-th calls of all ranks in a channel belong together.
 
-    A place is a group's collectives, or the messages from one rank to another.
+    A channel is the collectives of a group, or the messages from one rank to another.
     """
     if isinstance(call, Collective):
         return call.group, len(call.group)
@@ -259,7 +259,7 @@ def call_channel(rank: int, call: CommunicationCall) -> tuple[object, int]:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait for a work. Until then what it writes must not be read, nor what it reads be written."""
+    """Wait for a communication. Before, its result must not be read nor its operands written."""
 
     work: str
 
@@ -269,7 +269,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """These buffers are not used any more."""
+    """Drop buffers that are no longer used."""
 
     names: tuple[str, ...]
 
@@ -281,14 +281,14 @@ Instruction = Launch | View | Allocate | Copy | Reduce | CommunicationCall | Wai
 
 
 def _part(shape: Sequence[int], among: tuple[int, int] | None) -> str:
-    """Python text that takes one block out of a flat buffer of several."""
+    """Python text that takes one block out of a flat buffer."""
     return "" if among is None else f"[{among[0]}:{among[0] + math.prod(shape)}]"
 
 
 def blocks_text(count: int, shape: Sequence[int], among: tuple[int, int] | None) -> str:
-    """Python text that takes blocks of a shape from a flat buffer: they stand one after the other.
+    """Python text that takes blocks of a shape from a flat buffer, where they follow each other.
 
-    With `among`, (where it begins there, how long a row is), each block stands in a row among others.
+    With `among`, a pair of an offset and a row length, each block starts at the offset in a row of its own.
     """
     rows = "" if among is None else f".view({count}, {among[1]})[:, {_part(shape, among)[1:]}"
     return f"{rows}.view({tuple_text((count, *shape))})"

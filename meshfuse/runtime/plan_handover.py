@@ -84,13 +84,13 @@ class PlanHandover:
     def _awaited(self, place: str, maker: int, ranks: Collection[int], what: str) -> str:
         """The text that another rank makes; "" where it makes none any more."""
         what = f"waiting for rank {maker}'s plan of {what}"
-        start = asked = time.monotonic()
+        start = last_look = time.monotonic()
         with self.world.plans.waiting_for(maker):
             while not self._is_there(place, maker, what):
                 if self._is_given_up(place, maker, ranks, what):
                     return ""
-                if seconds_since(asked) > self.world.limit:
-                    asked = time.monotonic()
+                if seconds_since(last_look) > self.world.limit:
+                    last_look = time.monotonic()
                     if not self._is_at_it(maker, what, start):
                         return ""
             return self._asked(what, maker, lambda: self._store.get(place)).decode()

@@ -34,8 +34,8 @@ class _Planning:
     lines: int = 0
 
     def __str__(self) -> str:
-        told = f"{_PLANS}{self.what}, for {seconds_since(self.start):.0f} s so far"
-        return told if self.by is None else f"{told}, by way of rank {self.by}, which it waits for"
+        text = f"{_PLANS}{self.what}, for {seconds_since(self.start):.0f} s so far"
+        return text if self.by is None else f"{text}, by way of rank {self.by}, which it waits for"
 
 
 class Plans:

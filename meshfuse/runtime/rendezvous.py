@@ -246,8 +246,8 @@ class Rendezvous:
                 continue
             there, compared, ranks = json.loads(store.get(f"compares/{rank}"))
             if there != name and own in ranks and not store.check([f"{there}/{own}"]) and not store.check([key]):
-                said = [_among(what, list(keys.values())), _among(f"comparing {compared}", ranks)]
-                error = disagreement("what comes next", said, (own, rank))
+                places = [_among(what, list(keys.values())), _among(f"comparing {compared}", ranks)]
+                error = disagreement("what comes next", places, (own, rank))
                 self.world.order_lock.leave_off(what, tuple(keys.values()), error)
                 raise error
 

@@ -34,7 +34,7 @@ class RankProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobSpec:
     """What all attempts of a job share; `deadline` is a `time.monotonic()`."""
 
     ranks: int
@@ -71,7 +71,7 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def job_variables(job: Job, attempt: int, store_port: int, page: int | None) -> dict[str, str]:
+def job_variables(job: JobSpec, attempt: int, store_port: int, page: int | None) -> dict[str, str]:
     """torchrun's variables, and a store of meshfuse's own beside MASTER_PORT, the script's."""
     variables = dict(os.environ)
     variables.pop("TORCHELASTIC_USE_AGENT_STORE", None)
@@ -92,7 +92,12 @@ def job_variables(job: Job, attempt: int, store_port: int, page: int | None) -> 
 
 
 def start(
-    rank: int, job: Job, base: Mapping[str, str], listener: socket.socket, page: int | None, started: list[RankProcess]
+    rank: int,
+    job: JobSpec,
+    base: Mapping[str, str],
+    listener: socket.socket,
+    page: int | None,
+    started: list[RankProcess],
 ) -> None:
     """Start a rank and append it to `started`."""
     variables = dict(base) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -1,4 +1,4 @@
-"""This process among its peers: its rank, its store, its groups, and what happens when one of them fails."""
+"""This process as a rank of a job: its store, its groups, and what it does when a peer fails."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class Activity(Protocol):
 
 
 class World:
-    """The ranks of this job, as one of them sees them. `World.current()` is this process' own.
+    """The ranks of this job, as one of them sees them. `World.current()` is that of this process.
 
-    rank, size: this rank's number, and how many ranks there are.
+    rank, size: the number of this rank, and how many ranks there are.
     local_rank, local_size: the same among the ranks of this machine.
-    limit: seconds after which every wait for other ranks ends that do not plan, from MESHFUSE_TIMEOUT.
+    limit: seconds before a wait for other ranks times out, from MESHFUSE_TIMEOUT. Ranks that are planning get longer.
 
-    It uses a store and process groups of meshfuse's own: whether the script makes torch's default process group, before
-    or after, makes no difference. A process that is alone opens no socket.
+    The store and the process groups are meshfuse's own, independent of torch's default process group. A process that is
+    alone opens no socket.
     """
 
     _current: ClassVar[World | None] = None
@@ -92,10 +92,9 @@ class World:
 
     @classmethod
     def current(cls) -> World:
-        """This process' world; joins the job at the first call. Raises RankTimeout if rank 0 cannot be reached.
+        """The world of this process; the first call joins the job. Raises RankTimeout if rank 0 cannot be reached.
 
-        If this process was alone and the script has made it a rank since, by `torch.distributed.init_process_group`, it
-        joins that job.
+        A process that was alone joins a job later if the script calls `torch.distributed.init_process_group`.
         """
         if cls._current is None or (cls._current.place.source == "none" and _in_default_group()):
             with located(caller_line()):
@@ -105,20 +104,20 @@ class World:
 
     @classmethod
     def joined(cls) -> World | None:
-        """The job that this process is a rank of, if it has joined one of several ranks and not left it."""
+        """The job of several ranks that this process has joined and not left, if any."""
         world = cls._current
         return None if world is None or world._responder is None or os.getpid() != world._process else world
 
     @classmethod
     def planning(cls, what: str) -> contextlib.AbstractContextManager[None]:
-        """A context in which this process plans `what`, and the other ranks of its job, if it has any, know it."""
+        """A context in which this process plans `what`; other ranks of its job can see that."""
         world = cls.joined()
         return contextlib.nullcontext() if world is None else world.plans.under_way(what)
 
     def check_number(self, line: SourceLine) -> None:
-        """Check that torch's default group, by whose numbers DTensors go, calls this rank by its own.
+        """Check that this rank has the same number in torch's default group, whose numbers DTensors use.
 
-        Raises ArgumentError where it does not: the group was made anew since this process joined the job.
+        Raises ArgumentError if not: the group was made again after this process joined the job.
         """
         found = dist.get_rank() if self.size > 1 and dist.is_initialized() else self.rank
         if found != self.rank:
@@ -130,9 +129,9 @@ class World:
 
     @classmethod
     def leave_off(cls, where: str, ranks_of: Callable[[int], Sequence[int]], error: BaseException) -> None:
-        """Note that an error kept this rank from a step of some ranks, by the size of the world, this one among them.
+        """Record that an error kept this rank from a step that `ranks_of(size)` run together.
 
-        Its next execution first compares with them where they stopped.
+        Its next execution first compares with those ranks where they stopped.
         """
         world = cls._current
         if world is not None and world.size > 1:
@@ -183,19 +182,19 @@ class World:
         return f"{what}, {where}" if where else what
 
     def sigterm_report(self) -> str:
-        """What this rank prints when it is ended from outside: why, as far as it knows, and where it was."""
+        """What this rank prints when it gets SIGTERM: why, as far as it knows, and where it was."""
         where = self._doing()
-        told = {rank: text for rank, text in exit_page.read(exit_page.own()).items() if text != exit_page.FINISHED}
-        if not told:
+        ended = {rank: text for rank, text in exit_page.read(exit_page.own()).items() if text != exit_page.FINISHED}
+        if not ended:
             others = [rank for rank in self.all_ranks if rank != self.rank]
             answers = within(1.5, lambda: roll_call(self.store, others, 0.5)) or {}
-            told = {rank: self._peers.fate(rank) for rank, answer in answers.items() if answer is None}
-        told = {self.rank: told[self.rank]} if self.rank in told else told
-        because = ", because " + "; ".join(f"rank {rank} {text}" for rank, text in told.items()) if told else ""
+            ended = {rank: self._peers.fate(rank) for rank, answer in answers.items() if answer is None}
+        ended = {self.rank: ended[self.rank]} if self.rank in ended else ended
+        because = ", because " + "; ".join(f"rank {rank} {text}" for rank, text in ended.items()) if ended else ""
         return f"rank {self.rank}: ended by SIGTERM{because}. It {where}"
 
     def group(self, ranks: Sequence[int], label: str = "") -> Group:
-        """The group of `ranks`, of which this rank must be one; the same object at every call.
+        """The group of `ranks`, which must include this rank; every call returns the same object.
 
         Its members connect at their first collective. `label` names it in errors. Raises ArgumentError for ranks that
         do not exist or occur twice.
@@ -228,11 +227,11 @@ class World:
             self.rendezvous.barrier()
 
     def begin(self, activity: Activity, ranks: tuple[int, ...], numbers: str = "") -> None:
-        """Note the program that this rank runs from here on, for errors and for other ranks' questions.
+        """Record the program that this rank runs from here on, for errors and for other ranks.
 
-        `ranks` are those that run it, none where this rank has no part in it. Any two ranks must run the programs that
-        both have a part in in the same order, with the same `numbers`. The ranks of a program compare that at calls 4,
-        8, 16, … that they make, so that it costs next to nothing in the long run: RankError where ranks differ.
+        `ranks` are those that run it; empty if this rank does not take part. Any two ranks must run the programs that
+        both take part in in the same order, with the same `numbers`. They compare that at calls 4, 8, 16, …, which
+        costs little in the long run. Raises RankError where ranks differ.
         """
         self.order_lock.resume(self.rendezvous.check_same)
         CLOCK.now += 1
@@ -252,16 +251,16 @@ class World:
         raise peer_failed(context, what, failure)
 
     def check(self, work: Work) -> None:
-        """Raises RankError where it is in vain to wait for a collective.
+        """Raises RankError if a collective cannot complete.
 
-        Then a peer has published a failure, or its process has ended. gloo does not always notice a connection that
-        breaks while a collective begins, so processes are looked at, too. A peer counts as ended when two looks in a
-        row find it gone without a good-bye: until then it may still publish why.
+        That is so if a peer has published a failure, or its process has ended. gloo does not always notice a connection
+        that breaks while a collective begins, so processes are checked as well. A peer counts as ended if two checks in
+        a row find it gone without a good-bye: until then it may still publish the reason.
         """
         self._check(str(work), work.group.ranks, work.start)
 
     def is_patient(self, work: Work) -> bool:
-        """Whether a collective that takes longer than the limit waits for a rank that plans."""
+        """Whether a collective that exceeds the limit waits for a rank that is planning."""
         return awaits_a_plan(self.failure_context(), work.group.ranks)
 
     def _check(self, what: str, ranks: Sequence[int], start: float) -> None:
@@ -272,7 +271,7 @@ class World:
             raise failed(self.failure_context(), what, ranks, ConnectionError("a peer is gone"), start)
 
     def _check_pending(self, pending: Pending) -> None:
-        """Raises RankError where it is in vain to wait for what a device was given, RankTimeout after the limit."""
+        """Raises RankError if pending work of a device cannot complete, RankTimeout after the limit."""
         what, trouble, after = str(pending.what), pending.trouble(), seconds_since(pending.start)
         if trouble:
             raise connection_lost(self.failure_context(), what, pending.ranks, trouble, after)
@@ -281,35 +280,35 @@ class World:
             raise timed_out(self.failure_context(), what, pending.ranks, after)
 
     def _end(self, error: RankError) -> None:
-        """End this process by an error that cannot be raised: its main thread may be in a wait that has no end."""
+        """End this process with an error that cannot be raised: its main thread may be blocked."""
         if not ending.acquire(blocking=False):
             return  # The main thread ends it.
         frame = main_thread_frame()
         error.where = error.where or (None if frame is None else line_in_script(frame))
         self.publish_failure(error)
         print(f"rank {self.rank}: {error}", file=sys.stderr, flush=True)
-        # Without its connections the device would go on, and the main thread with numbers that are not there.
+        # If the connections were broken, the main thread would go on with results that never arrived.
         self.depart(error, abort=False)
         end_at_once(code_of(error))
 
     def explain(self, work: Work, error: BaseException) -> RankError:
-        """The error to raise for a backend's error in `work`: who failed or did not arrive, if known."""
+        """The error to raise for a backend's error in `work`; it names the rank that failed, if known."""
         return failed(self.failure_context(), str(work), work.group.ranks, error, work.start)
 
     def failure_context(self) -> FailureContext:
-        """What this rank knows, for errors that name the rank at fault."""
+        """What this rank knows, for errors that name the failed rank."""
         host = None if self.place.agent_store or self.place.source == DEFAULT_GROUP else 0
         return FailureContext(self.rank, self.store, host, self.limit, self._peers, self.all_ranks)
 
     def publish_failure(self, error: BaseException) -> None:
-        """Let the peers know why this rank is about to die: its traceback will be in their errors."""
+        """Publish why this rank fails: the errors of its peers will show its traceback."""
         if self._store is not None:
             within(1.0, lambda: publish(self.store, self.rank, error))
 
     def depart(self, error: BaseException, abort: bool = True) -> None:
-        """After a failure, tell the peers that this rank leaves, and with `abort` break the connections.
+        """After a failure, tell the peers that this rank leaves; with `abort`, break the connections.
 
-        If it serves the store, it stays while they read from it.
+        A rank that serves the store stays until they have read it.
         """
         if self._store is None:
             return
@@ -322,11 +321,10 @@ class World:
             within(_LINGER, lambda: self._await_others(_LINGER, lambda: None, gone))
 
     def leave(self) -> None:
-        """At a normal exit, let go of the other ranks and end all threads but Python's own.
+        """At a normal exit, disconnect from the other ranks and end all threads but Python's own.
 
-        A thread that comes back from torch into an interpreter that is being finalised ends the process by SIGABRT. It
-        may be one of the script's that executes, or one of gloo's, which lets go of tensors only after it has said that
-        they are there.
+        A thread that returns from torch while the interpreter is finalised ends the process with SIGABRT. It may be a
+        thread of the script that executes, or one of gloo's, which drops tensors only after it has reported them.
         """
         if self._responder is None or os.getpid() != self._process:
             return
@@ -349,14 +347,11 @@ class World:
             end_at_once(1)
 
     def _say(self, what: str, how: str = "") -> None:
-        """Tell through the store that this rank has left the job ("left"), or is done with the store ("done")."""
+        """Report in the store that this rank has left the job ("left"), or no longer needs the store ("done")."""
         within(1.0, lambda: self.store.set(f"{what}/{self.rank}", how))
 
     def _serve_to_the_end(self) -> None:
-        """Serve the store until the other ranks are done with it, as long as one that is not answers.
-
-        It may have more to do: definitions in which this rank has no part.
-        """
+        """Serve the store while a rank that still needs it answers: it may run definitions without this rank."""
         left: Sequence[int] | None = ()
         while left is not None:
             left = within(self.limit + 1, lambda: self._await_others(self.limit, self.raise_if_failed))
@@ -365,7 +360,7 @@ class World:
                 return
 
     def _await_others(self, limit: float, check: Callable[[], None], gone: Sequence[int] = ()) -> Sequence[int]:
-        """Wait until the ranks that have joined are done with the store, or have ended; returns those that are left."""
+        """Wait until the ranks that have joined no longer need the store, or have ended; returns the others."""
         joined = [rank for rank in self.all_ranks if rank not in gone and self.store.check([f"joined/{rank}"])]
         self._peers.remember(joined)
         until = time.monotonic() + limit
@@ -388,6 +383,6 @@ def _in_default_group() -> bool:
 
 
 def _default_group_place() -> Environment:
-    """The place of a rank that knows its peers by a call of init_process_group alone."""
+    """The environment of a rank that was set up by init_process_group alone."""
     size = dist.get_world_size()
     return Environment(DEFAULT_GROUP, dist.get_rank(), size, dist.get_rank(), size)
