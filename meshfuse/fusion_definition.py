@@ -29,8 +29,7 @@ from .executor.arguments import (
 from .executor.dtensor import GivenDTensor, dtensors_of, local_parts, output_specs, wrap_outputs
 from .executor.graphs import Captured, check_capturable, check_groups, watched
 from .executor.segments import Segments
-from .executor.simulate import Simulation
-from .executor.simulated_program import SimulatedProgram
+from .executor.simulate import SimulatedProgram, Simulation
 from .executor.spmd import RankProgram, check_same_arguments, check_world, named_ranks, scalar_lines
 from .gc_pause import no_collection
 from .host_ir import HostProgram

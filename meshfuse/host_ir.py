@@ -33,11 +33,10 @@ from .lowering.instructions import (
     group_name,
 )
 from .lowering.kernel_text import dying, functions, origin, scalar_params, scalar_text
-from .lowering.liveness import with_frees
 from .lowering.loops import lower_loop
 from .lowering.op_text import OpText
 from .lowering.overlapped import ChunkLoop
-from .lowering.schedule import IN_FLIGHT, schedule
+from .lowering.schedule import IN_FLIGHT, schedule, with_frees
 from .lowering.segments import Segment, SegmentedDefinition
 from .ops import OPS
 from .ops.opdef import OpDef

@@ -13,8 +13,7 @@ import meshfuse as mf
 from meshfuse.host_ir import HostProgram, verify, verify_together
 from meshfuse.lowering.durations import CostModel, payload_bytes
 from meshfuse.lowering.instructions import Collective, CommunicationCall, Free, Instruction, Launch, Wait
-from meshfuse.lowering.liveness import with_frees
-from meshfuse.lowering.schedule import schedule
+from meshfuse.lowering.schedule import schedule, with_frees
 from meshfuse.report.timeline import timeline
 from meshfuse.reshard.bucketing import LARGEST_COPIED
 from meshfuse.reshard.hoist_reshards import hoist_reshards

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,9 @@ from ..runtime.diagnosis import SAME_PROGRAM, disagreement
 from ..runtime.environment import LONGEST_TIMEOUT
 from ..runtime.world import World
 from . import folder as files
-from .apart import read_apart
 from .entries import CheckpointEntry, as_python, check_local, global_shape, is_plain, to_load, to_save, wrong
 from .hyperslabs import Shard, boxes
-from .transfer import write
+from .transfer import read, write
 
 # Disks are slower than networks: a checkpoint may take so many times MESHFUSE_TIMEOUT.
 _PATIENCE = 10
@@ -324,3 +323,43 @@ def _check_files(folder: Path, index: files.Index, world: World) -> None:
 def _loaded(wanted: Any, entry: CheckpointEntry) -> Any:
     """The object that the user passed to be filled; else the tensor that was made."""
     return wanted if isinstance(wanted, torch.Tensor) else entry.local
+
+
+def read_apart(folder: Path, shards: Mapping[str, Shard]) -> None:
+    """As `read`. Raises ArgumentError for a name whose memory has another one's values in the end."""
+    shared = dict.fromkeys(_in_one_memory(shards))
+    made = {name: _like(shard) if name in shared else shard for name, shard in shards.items()}
+    read(folder, made)
+    for name in shared:
+        shards[name].local.copy_(made[name].local)
+    for name in shared:
+        if not torch.equal(_bits(shards[name].local), _bits(made[name].local)):
+            others = ", ".join(repr(other) for other in shared if other != name)
+            raise wrong(
+                name, f"memory that other values are loaded to, too, of {others}",
+                "memory of its own, or the same values", "Pass another tensor, such as t.clone().",
+            )  # fmt: skip
+
+
+def _in_one_memory(shards: Mapping[str, Shard]) -> Iterator[str]:
+    """The names whose tensors, from their first element to their last, lie where another one's do."""
+    rows = sorted((*_ends(shard.local), name) for name, shard in shards.items() if shard.local.numel())
+    reached, last = -1, ""
+    for start, end, name in rows:
+        if start < reached:
+            yield from (last, name)
+        if end > reached:
+            reached, last = end, name
+
+
+def _ends(tensor: torch.Tensor) -> tuple[int, int]:
+    steps = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.itemsize
+
+
+def _like(shard: Shard) -> Shard:
+    return Shard(torch.empty_like(shard.local), shard.shape, shard.parts)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
