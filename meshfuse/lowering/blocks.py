@@ -1,4 +1,4 @@
-"""Where the parts of a move lie in local tensors, and whether they are equal blocks in the order of the ranks."""
+"""Where the parts of a reshard lie in local tensors, and whether they are equal blocks in the order of the ranks."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _BUCKET_BYTES = 25 << 20
 def buckets(
     resharded: ReshardedDefinition, parts: Sequence[Segment | Reshard | ChunkLoop]
 ) -> Iterator[Segment | ChunkLoop | list[Reshard]]:
-    """The parts of a program with its moves in lists: those that can be one call together, all others alone."""
+    """The parts of a program with its reshards in lists: those that can be one call together, all others alone."""
     open_: list[Reshard] = []
     for part in parts:
         if open_ and not _fits(resharded, open_, part):
@@ -69,7 +69,7 @@ def _fits(resharded: ReshardedDefinition, bucket: list[Reshard], part: Segment |
 
 
 def lower_bucket(contexts: Sequence[ReshardContext]) -> list[Instruction]:
-    """The instructions of moves of one kind over one group, as one call where that can be."""
+    """The instructions of reshards of one kind over one group, as one call where that can be."""
     kind = contexts[0].step.kind
     if kind is StepKind.ALL_REDUCE:
         return _reduced(contexts)
@@ -103,7 +103,7 @@ def _reduced(contexts: Sequence[ReshardContext]) -> list[Instruction]:
 
 
 def _gathered(together: Sequence[tuple[ReshardContext, int]]) -> list[Instruction]:
-    """All-gathers as one, in which each rank sends the blocks of all moves, one after the other."""
+    """All-gathers as one, in which each rank sends the blocks of all reshards, one after the other."""
     contexts = [c for c, _ in together]
     first, counts = contexts[0], [math.prod(c.source_shape) for c in contexts]
     mine, flat, row, n = f"{first.target}_mine", f"{first.target}_flat", sum(counts), len(first.group)
@@ -119,7 +119,7 @@ def _gathered(together: Sequence[tuple[ReshardContext, int]]) -> list[Instructio
 
 
 def _blocks_exchanged(contexts: Sequence[ReshardContext]) -> list[Instruction]:
-    """All-to-alls of equal blocks as one, in which each rank gets its blocks of all moves, one after the other."""
+    """All-to-alls of equal blocks as one, in which each rank gets its blocks of all reshards, one after the other."""
     first, n = contexts[0], len(contexts[0].group)
     dims = [c.block_exchange_dims or (0, 0) for c in contexts]
     blocks = [sent_block(c, cut) for c, (cut, _) in zip(contexts, dims, strict=True)]
@@ -139,7 +139,7 @@ def _blocks_exchanged(contexts: Sequence[ReshardContext]) -> list[Instruction]:
 
 
 def _swapped(together: Sequence[tuple[ReshardContext, Traffic]]) -> list[Instruction]:
-    """Exchanges, or reduce-scatters by exchanges, as one, in which each peer gets its pieces of all moves."""
+    """Exchanges, or reduce-scatters by exchanges, as one, in which each peer gets its pieces of all reshards."""
     contexts = [c for c, _ in together]
     first = contexts[0]
     sent = [sum(numel(traffic.sent[r]) for _, traffic in together) for r in range(len(first.group))]
@@ -189,6 +189,6 @@ def _call(
 
 
 def joined_communication(parts: Sequence[Communication]) -> Communication:
-    """What a call that does the work of several moves is about."""
+    """What a call that does the work of several reshards is about."""
     names = ", ".join(part.tensor for part in parts)
     return dataclasses.replace(parts[0], tensor=names, wire=sum(part.wire for part in parts), parts=tuple(parts))

@@ -1,4 +1,4 @@
-"""The chunks of a loop on one rank: their names, where they lie, and a step's instructions for one of them."""
+"""The chunks of a loop on one rank: their names, where they lie, and a statement's instructions for one of them."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Chunks:
             box, shape = self._box(v, chunk), local_shape(self._held(v))
             self.out.append(put(self.low.name(v), box, shape, self.known[v, chunk]))
 
-    # one step
+    # one statement
 
     def _statement(self, statement: Compute | Reshard, chunk: int) -> None:
         if isinstance(statement, Compute):

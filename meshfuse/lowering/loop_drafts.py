@@ -1,4 +1,4 @@
-"""Loops in the making: whether some steps can be one loop, and the order of a program with its loops."""
+"""Loops in the making: whether some statements can be one loop, and the order of a program with its loops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .overlapped import ChunkLoop, RingKind
 
 @dataclass(slots=True)
 class LoopDraft:
-    """A loop in the making; `steps` are the places of its steps in the program."""
+    """A loop in the making; `steps` are the places of its statements in the program."""
 
     tensor: int
     stream: Stream
@@ -24,7 +24,7 @@ class LoopDraft:
 
 
 def is_convex(statements: Sequence[Statement], places: set[int]) -> bool:
-    """Whether these steps can be done in a row: no other step both depends on one of them and is needed by another."""
+    """Whether these statements can run in a row: no other one depends on one of them and is needed by another."""
     inside = set(statements[min(places)].outputs)
     outside: set[int] = set()
     for place in range(min(places) + 1, max(places) + 1):
@@ -41,9 +41,9 @@ def is_convex(statements: Sequence[Statement], places: set[int]) -> bool:
 def in_order(
     statements: Sequence[Statement], maker: Mapping[int, int], drafts: Sequence[LoopDraft]
 ) -> tuple[Statement | ChunkLoop, ...] | None:
-    """All steps with each loop's in one place, each after what it reads, and otherwise in their order.
+    """All statements with each loop's in one place, each after what it reads, and otherwise in their order.
 
-    None where two loops need results of each other. `maker` is, by value, the place of the step that makes it.
+    None where two loops need results of each other. `maker` is, by value, the place of the statement that makes it.
     """
     unit_of = {place: min(draft.statements) for draft in drafts for place in draft.statements}
     before: dict[int, set[int]] = {}

@@ -35,7 +35,7 @@ class _InTurn(Chunks):
         self.into = {s.source: s.target for s in loop.reshards if self._in_place(s)}
 
     def _in_place(self, reshard: Reshard) -> bool:
-        """Whether a move is an all-reduce of what nothing else reads: then its source is written into the target."""
+        """Whether a reshard is an all-reduce of what nothing else reads: then its source is written into the target."""
         if reshard.step.kind is not StepKind.ALL_REDUCE or reshard.target not in self.parts:
             return False
         return (
@@ -43,7 +43,7 @@ class _InTurn(Chunks):
         )
 
     def _write(self) -> None:
-        """By chunk the steps before the first op that reads a moved value, then the others for the chunk before."""
+        """For each chunk the statements before the first reader of a reshard, then the others for the chunk before."""
         statements = self.loop.statements
         first = self._first_reader() or next(i for i, s in enumerate(statements) if isinstance(s, Compute))
         chunks = self.loop.filled
@@ -129,7 +129,7 @@ class _GatherRing(_InRing):
                         self._statement(other, here)
 
     def _makers(self, value: int) -> list[Compute | Reshard]:
-        """The loop's steps that a value is made by, in order."""
+        """The loop's statements that a value is made by, in order."""
         found: list[Compute | Reshard] = []
         wanted = {value}
         for statement in reversed(self.loop.statements):

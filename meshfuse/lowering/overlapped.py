@@ -1,6 +1,6 @@
-"""Ops and moves done in chunks, as a stream on a dim or `fd.overlap` asks.
+"""Ops and reshards done in chunks, as a stream on a dim or `fd.overlap` asks.
 
-A loop holds an op (or several in a row), the moves that bring its operands and those that take its results away. Cut
+A loop holds an op (or several in a row), the reshards that bring its operands and those that take its results away. Cut
 along one dim, one chunk's collective runs while the next chunk is computed (Wang et al., "Overlap Communication with
 Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023). In a ring every rank begins with
 its own shard, and shards, or sums of them, travel from rank to rank.
@@ -78,7 +78,7 @@ class ChunkLoop:
 
 @dataclass(frozen=True, slots=True)
 class OverlappedDefinition:
-    """The steps of a resharded definition, some of them in loops.
+    """The statements of a resharded definition, some of them in loops.
 
     `refused` tells for each tensor whose stream could not be used why that is.
     """
@@ -92,7 +92,7 @@ class OverlappedDefinition:
         return tuple(part for part in self.parts if isinstance(part, ChunkLoop))
 
     def verify(self) -> None:
-        """Assert that every step is there once, after what it reads."""
+        """Assert that every statement is there once, after what it reads."""
         statements = [s for part in self.parts for s in (part.statements if isinstance(part, ChunkLoop) else (part,))]
         assert len(statements) == len(self.resharded.statements)
         known = set(self.resharded.inputs)
@@ -121,5 +121,5 @@ class OverlappedDefinition:
 
 
 def statement_mesh(statement: Statement) -> DeviceMesh:
-    """The mesh that a step runs on; for a transfer the one that it sends from."""
+    """The mesh that a statement runs on; for a transfer the one that it sends from."""
     return statement.placement.results[0].mesh if isinstance(statement, Compute) else statement.step.src.mesh

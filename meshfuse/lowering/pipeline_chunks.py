@@ -1,4 +1,4 @@
-"""Which steps of a resharded definition go into loops over chunks, and how their tensors are cut (see `overlap`)."""
+"""Which statements go into loops over chunks, and how their tensors are cut (see `overlapped`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHUNKED = (
 
 
 def pipeline_chunks(resharded: ReshardedDefinition) -> OverlappedDefinition:
-    """Put the steps around every tensor that has a stream into a loop, where that can be done."""
+    """Put the statements around every tensor that has a stream into a loop, where that can be done."""
     if not resharded.graph.streams:
         return OverlappedDefinition(resharded, resharded.statements, {})
     builder = _LoopBuilder(resharded)
@@ -36,8 +36,8 @@ class _LoopBuilder:
     """Makes a loop for each stream of the graph; `refused` says why there is none for a tensor.
 
     A loop begins with the ops that make or read the stream's tensor (`_ask`). Cutting that tensor cuts others
-    (`_cut_ops`). Then the loop takes in the moves around its ops (`_grow`) and, for nvFuser's streams, later products
-    (`_follow`). Steps are known by their places, values by the place of their `maker` and of their `readers`.
+    (`_cut_ops`). Then the loop takes in the reshards around its ops (`_grow`) and, for nvFuser's streams, later
+    products (`_follow`). Steps are known by their places, values by the place of their `maker` and of their `readers`.
     """
 
     def __init__(self, resharded: ReshardedDefinition):
@@ -183,7 +183,7 @@ class _LoopBuilder:
             elif draft.cuts.setdefault(tensor, found) != found:
                 raise Refused(f"as {node.name} would have to cut {self.graph.tensors[tensor].label} in two ways")
 
-    # the moves around the ops
+    # the reshards around the ops
 
     def _grow(self, draft: LoopDraft) -> None:
         before, after = self._around(draft, forward=False), self._around(draft, forward=True)
@@ -197,7 +197,7 @@ class _LoopBuilder:
                 draft.statements.add(place)
 
     def _around(self, draft: LoopDraft, forward: bool) -> list[int]:
-        """Moves of cut tensors before (or after) the ops, the nearest first."""
+        """Reshards of cut tensors before (or after) the ops, the nearest first."""
         found: list[int] = []
         for place in sorted(draft.statements):
             values = self.statements[place].outputs if forward else self.statements[place].inputs
@@ -236,7 +236,7 @@ class _LoopBuilder:
                 yield found
 
     def _joins(self, draft: LoopDraft, found: set[int]) -> bool:
-        """Take steps into a loop, and say so, if all of them can be cut and nothing has to be cut in two ways."""
+        """Take statements into a loop, and say so, if all of them can be cut and nothing has to be cut in two ways."""
         trial = LoopDraft(draft.tensor, draft.stream, found, dict(draft.cuts))
         try:
             self._cut_ops(trial)
@@ -344,7 +344,7 @@ class _LoopBuilder:
     # order
 
     def ordered(self) -> tuple[Statement | ChunkLoop, ...]:
-        """All steps with each loop's in one place, each after what it reads, and otherwise in their order."""
+        """All statements with each loop's in one place, each after what it reads, and otherwise in their order."""
         while True:
             parts = in_order(self.statements, self.maker, self.drafts)
             if parts is not None:

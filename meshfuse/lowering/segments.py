@@ -1,4 +1,4 @@
-"""Segments: runs of ops between moves, each computed by one kernel."""
+"""Segments: runs of ops between reshards, each computed by one kernel."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class SegmentedDefinition:
-    """Segments, moves and loops, in order."""
+    """Segments, reshards and loops, in order."""
 
     overlapped: OverlappedDefinition
     parts: tuple[Segment | Reshard | ChunkLoop, ...]
@@ -84,7 +84,7 @@ def segment(overlapped: OverlappedDefinition) -> SegmentedDefinition:
 def _groups(
     parts: Sequence[Compute | Reshard | ChunkLoop], seconds: Seconds
 ) -> Iterator[Reshard | ChunkLoop | list[Compute]]:
-    """Runs of ops that one kernel computes: all on one mesh, and none waiting for a move that the others could hide."""
+    """Runs of ops that one kernel computes, on one mesh; none waits for a reshard that the others could hide."""
     run: list[Compute] = []
     work = 0.0
     moving: set[int] = set()
@@ -114,7 +114,7 @@ def _on_one_mesh(a: Compute, b: Compute) -> bool:
 
 
 def _readers(overlapped: OverlappedDefinition) -> dict[int, set[int]]:
-    """By value the nodes that read it; -1 stands for moves, loops and outputs."""
+    """By value the nodes that read it; -1 stands for reshards, loops and outputs."""
     found: defaultdict[int, set[int]] = defaultdict(set, {value: {-1} for value in overlapped.resharded.outputs})
     for part in overlapped.parts:
         reader = part.node if isinstance(part, Compute) else -1

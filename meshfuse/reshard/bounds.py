@@ -1,4 +1,4 @@
-"""Lower bounds of what a reshard takes, without a search for its moves."""
+"""Lower bounds of what a reshard takes, without a search for its steps."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Bound:
         return state.with_dims([outside(self.cuts, layout, n, near) for layout, n in rows])
 
     def _starts(self, state: Sharding, to_reduce: list[Split]) -> float:
-        """Seconds for messages to start, and what moves count by themselves; an exchange counts as two moves."""
+        """Seconds for messages to start, and what steps count by themselves; an exchange counts as two steps."""
         rows = zip(state.dims, self.dst.dims, self.shape, strict=True)
         found = [to_reduce, *(crossed(self.cuts, old, new, n) for old, new, n in rows if old != new)]
         steps = min(sum(map(bool, found)), 2)

@@ -1,10 +1,10 @@
 """Small collectives of one kind brought together, as each costs a start.
 
 Reductions are put off until a result is needed. Gradients and statistics are many small ones over the same ranks. The
-first step that reads a reduced value waits, and so do those after it that depend on it; what does not depend on it goes
-first, and the reductions met on the way are done together (as PyTorch's DistributedDataParallel buckets gradients: Li
-et al., VLDB 2020). Reductions that only outputs read come last. All-gathers of inputs, such as the biases and scales of
-a layer, go with the first of them (as its FullyShardedDataParallel gathers a layer's parameters: Zhao et al., VLDB
+first statement that reads a reduced value waits, and so do those after it that depend on it; what does not depend on it
+goes first, and the reductions met on the way are done together (as PyTorch's DistributedDataParallel buckets gradients:
+Li et al., VLDB 2020). Reductions that only outputs read come last. All-gathers of inputs, such as the biases and scales
+of a layer, go with the first of them (as its FullyShardedDataParallel gathers a layer's parameters: Zhao et al., VLDB
 2023). Exchanges are brought together where they are neighbours.
 """
 
@@ -19,18 +19,18 @@ from .steps import StepKind
 
 # A larger all-reduce goes where it stands, and one of at most the second size also goes with one that is not its own.
 LARGEST, _SMALL = 4 << 20, 64 << 10
-# Of the larger side of any other move: putting pieces together and apart is a copy of each.
+# Of the larger side of any other reshard: putting pieces together and apart is a copy of each.
 LARGEST_COPIED = 1 << 20
-# How many steps may be put off for one reduction: keeps the work linear and buffers' lives short.
+# How many statements may be put off for one reduction: keeps the work linear and buffers' lives short.
 _WINDOW = 32
-# And how many steps sooner an input is gathered, about a layer's, after so many ops on it.
+# And how many statements sooner an input is gathered, about a layer's, after so many ops on it.
 _SOONER, _CHAIN = 128, 4
 _REDUCTIONS = (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER)
 _EXCHANGES = (StepKind.ALL_TO_ALL, StepKind.EXCHANGE, StepKind.WINDOW)
 
 
 def bucket_key(resharded: ReshardedDefinition, statement: Statement) -> object:
-    """Equal for moves that can be one call; None for steps that are always one of their own."""
+    """Equal for reshards that can be one call; None for statements that are always one of their own."""
     if not isinstance(statement, Reshard) or statement.step.kind in (StepKind.SLICE, StepKind.TRANSFER):
         return None
     kind, src = statement.step.kind, statement.step.src
@@ -42,7 +42,7 @@ def bucket_key(resharded: ReshardedDefinition, statement: Statement) -> object:
 
 
 def bucket_collectives(resharded: ReshardedDefinition, sparing: bool = False) -> ReshardedDefinition:
-    """The same steps, reordered so that moves that can be one call are neighbours. The order is the same on all ranks.
+    """The same statements, with reshards that can be one call as neighbours. The order is the same on all ranks.
 
     `sparing` puts off all-reduces only: their operands take no more memory than their results.
     """
@@ -52,7 +52,7 @@ def bucket_collectives(resharded: ReshardedDefinition, sparing: bool = False) ->
 
 
 def _sooner(resharded: ReshardedDefinition, statements: list[Statement]) -> list[Statement]:
-    """The steps with small all-gathers of inputs, or of a few ops on inputs, beside the first of their kind."""
+    """The statements with small all-gathers of inputs, or of a few ops on inputs, beside the first of their kind."""
     keys = {place: key for place, statement in enumerate(statements)
             if _is_gather(statement) and (key := bucket_key(resharded, statement)) is not None}  # fmt: skip
     if len(keys) == len(set(keys.values())):
@@ -89,7 +89,7 @@ def _is_gather(statement: Statement) -> bool:
 
 
 class _Postponer:
-    """`held` are reductions put off, `waiting` the steps that depend on them, `done` all others, in their order."""
+    """`held`: postponed reductions. `waiting`: statements that depend on them. `done`: all others, in order."""
 
     def __init__(self, resharded: ReshardedDefinition, kinds: Sequence[StepKind]):
         self.resharded, self.kinds = resharded, kinds
@@ -125,7 +125,7 @@ class _Postponer:
             self.done.append(statement)
 
     def _release(self) -> None:
-        """Do the reductions that the first waiting step needs, and small ones with them; then take up what waited."""
+        """Release the reductions that the first waiting statement needs, with small ones; then resume the others."""
         needed = set(self.waiting[0].inputs)
         # In the order of the reductions: that of a set of texts is another one on every rank.
         keys = list(dict.fromkeys(self._key(s) for s in self.held if s.target in needed))

@@ -14,7 +14,7 @@ from .steps import Step, StepKind
 
 
 def one_step(src: Sharding, dst: Sharding) -> Step | None:
-    """The move between shardings of which one splits one dim over one axis more; None between others.
+    """The step between shardings of which one splits one dim over one axis more; None between others.
 
     No path takes less than a slice, or than a gather in which each rank receives just what it lacks.
     """

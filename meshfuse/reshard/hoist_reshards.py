@@ -1,8 +1,8 @@
-"""Large moves put where they can begin: right after what makes their source, or ahead of their reader.
+"""Large reshards put where they can begin: right after what makes their source, or ahead of their reader.
 
-Moves are inserted just before their first readers, and those of outputs last. There they would run alone, if the ops
-that they could run beside are in the same segment as their reader: so the segment is cut, if both the move and the work
-beside it take long enough to be worth a launch more.
+Reshards are inserted just before their first readers, and those of outputs last. There they would run alone, if the ops
+that they could run beside are in the same segment as their reader: so the segment is cut, if both the reshard and the
+work beside it take long enough to be worth a launch more.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..placement.factors import Placement
 from ..resharding import Compute, Reshard, ReshardedDefinition, Statement
 from .steps import Step, StepKind
 
-# Modelled seconds of a move, and of the work beside it, that are worth a launch more.
+# Modelled seconds of a reshard, and of the work beside it, that are worth a launch more.
 WORTH_A_LAUNCH = 20e-6
-# An input is gathered as much work ahead of its reader as the move takes, times this.
+# An input is gathered as much work ahead of its reader as the reshard takes, times this.
 _AHEAD = 2.0
 
 
@@ -34,7 +34,7 @@ def local_cost(call: Call, placement: Placement) -> tuple[float, float]:
 
 
 class Seconds:
-    """Modelled seconds of steps on one rank, looked up for equal ones."""
+    """Modelled seconds of statements on one rank, looked up for equal ones."""
 
     def __init__(self, resharded: ReshardedDefinition):
         self.resharded = resharded
@@ -42,7 +42,7 @@ class Seconds:
         self._known: dict[object, float] = {}
 
     def of(self, statement: Statement) -> float:
-        """Seconds of an op's computation, or of a move."""
+        """Seconds of an op's computation, or of a reshard."""
         if isinstance(statement, Compute):
             call = self.graph.nodes[statement.node].call
             key: object = (id(call), id(statement.placement))
@@ -58,7 +58,7 @@ class Seconds:
 
 
 def _moved(step: Step, shape: Sequence[int]) -> float:
-    """Elements of the largest shard that a move sends or receives."""
+    """Elements of the largest shard that a reshard sends or receives."""
     if step.kind is StepKind.SLICE:
         return 0.0
     sizes = step.src.max_local_numel(shape), step.dst.max_local_numel(shape)
@@ -66,7 +66,7 @@ def _moved(step: Step, shape: Sequence[int]) -> float:
 
 
 def hoist_reshards(resharded: ReshardedDefinition) -> ReshardedDefinition:
-    """The same steps, with moves that are worth it earlier. The order is the same on all ranks."""
+    """The same statements, with reshards that are worth it earlier. The order is the same on all ranks."""
     seconds = Seconds(resharded)
     if not any(
         isinstance(statement, Reshard) and seconds.of(statement) >= WORTH_A_LAUNCH for statement in resharded.statements
@@ -79,7 +79,7 @@ def hoist_reshards(resharded: ReshardedDefinition) -> ReshardedDefinition:
 
 
 def _places(resharded: ReshardedDefinition, costs: Sequence[float]) -> list[tuple[int, int]]:
-    """For each step a key to sort by: the place that it comes after, and its turn there."""
+    """For each statement a key to sort by: the place that it comes after, and its turn there."""
     work = [c if isinstance(s, Compute) else 0.0 for s, c in zip(resharded.statements, costs, strict=True)]
     until = list(itertools.accumulate(work, initial=0.0))
     made_at: dict[int, int] = dict.fromkeys(resharded.inputs, -1)

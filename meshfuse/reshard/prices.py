@@ -1,4 +1,4 @@
-"""What a move costs: its modelled seconds on the links of its axes, and the bytes that a rank sends."""
+"""What a step costs: its modelled seconds on the links of its axes, and the bytes that a rank sends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..sharding.value import Sharding
 from .steps import Step, StepKind, group_size, is_even, sampled_ranks
 from .windows import window_peers, window_wire
 
-# Of plans that take as long the one of fewer moves is the better one: a slice, which moves nothing, counts half, and an
+# Of plans that take as long the one of fewer steps is the better one: a slice, which sends nothing, counts half, and an
 # exchange of any pieces twice.
 SLICE_SECONDS, STEP_SECONDS, EXCHANGE_SECONDS = 1e-13, 2e-13, 4e-13
 
@@ -39,7 +39,7 @@ _IN_RINGS = {
 
 @functools.lru_cache(maxsize=1 << 14)
 def price(step: Step, shape: tuple[int, ...], itemsize: float) -> Price:
-    """The price of a move of a tensor of this global shape."""
+    """The price of a step of a tensor of this global shape."""
     if step.kind is StepKind.SLICE:
         return FREE
     mesh = step.src.mesh

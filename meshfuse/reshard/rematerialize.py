@@ -1,4 +1,4 @@
-"""The bytes that a rank holds at each step, and what it moves again in place of keeping it.
+"""The bytes that a rank holds at each statement, and what it reshards again in place of keeping it.
 
 A tensor that was gathered for one op and is read again much later, such as a weight in the forward and in the backward,
 is held all the time in between. Where that is more than a limit allows it is dropped after the one and gathered again
@@ -20,7 +20,7 @@ from .steps import StepKind
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Where a rank holds most: so many bytes while this step is done, in these values, the largest first."""
+    """Where a rank holds most: so many bytes while this statement is done, in these values, the largest first."""
 
     nbytes: int
     place: int
@@ -37,7 +37,7 @@ def peak(resharded: ReshardedDefinition) -> Peak:
 
 
 def rematerialize_gathers(resharded: ReshardedDefinition, limit: float) -> ReshardedDefinition:
-    """The steps with moves done again where a rank would hold more than `limit` bytes; as far as that helps."""
+    """The statements with reshards done again where a rank would hold more than `limit` bytes; as far as that helps."""
     usage = _Usage(resharded)
     while (found := usage.peak()).nbytes > limit and usage.lower(found, limit):
         pass
@@ -46,9 +46,9 @@ def rematerialize_gathers(resharded: ReshardedDefinition, limit: float) -> Resha
 
 @dataclass(slots=True, eq=False)
 class _Life:
-    """A value from the step that makes it (-1: it is an argument) to its last read.
+    """A value from the statement that makes it (-1: it is an argument) to its last read.
 
-    `again` is the move that makes it just before its first step, where it is one that was dropped.
+    `again` is the reshard that makes it just before its first statement, where it is one that was dropped.
     """
 
     value: int
@@ -66,7 +66,7 @@ class _Life:
 
 @dataclass(frozen=True, slots=True)
 class _Gain:
-    """What is saved by dropping a life until it is read `back`: moves from what is there then, and their seconds."""
+    """What is saved by dropping a life until it is read `back`: reshards from what is there then, and their seconds."""
 
     life: _Life
     back: int
@@ -80,7 +80,7 @@ class _Gain:
 
 
 class _Usage:
-    """Lives of values, and the bytes that they take at each step, on ranks of each kind: those of the same meshes."""
+    """Lives of values, and the bytes that they take at each statement, for each group of ranks on the same meshes."""
 
     def __init__(self, resharded: ReshardedDefinition):
         self.resharded, self.values = resharded, resharded.values
@@ -136,7 +136,7 @@ class _Usage:
         return self._sizes[value]
 
     def _counted(self, meshes: Collection[DeviceMesh]) -> list[int]:
-        """The bytes at each step, and at the end, on ranks of these meshes."""
+        """The bytes at each statement, and at the end, on ranks of these meshes."""
         changes = [0] * (len(self.resharded.statements) + 2)
         for life in self._all():
             if self.values[life.value].sharding.mesh in meshes:
@@ -145,7 +145,7 @@ class _Usage:
         return list(itertools.accumulate(changes))[:-1]
 
     def _add(self, value: int, start: int, end: int, sign: int) -> None:
-        """Count a value at the steps from `start` to `end`."""
+        """Count a value at the statements from `start` to `end`."""
         more, mesh = sign * self.nbytes(value), self.values[value].sharding.mesh
         for kind, held in zip(self.kinds, self.held, strict=True):
             if mesh in kind:
@@ -176,7 +176,7 @@ class _Usage:
         return taken
 
     def _gain(self, life: _Life, peak: Peak) -> _Gain | None:
-        """What dropping a value until it is read again saves; None where that is at this step, or it cannot be made."""
+        """What dropping a value until its next read saves; None if that is now, or it cannot be made again."""
         at = bisect.bisect_left(life.reads, peak.place)
         back = life.reads[at]
         at_once = back == peak.place or back == len(self.resharded.statements) or life.value in self._seen_through
@@ -197,7 +197,7 @@ class _Usage:
         return _Gain(life, back, reshards, saved, seconds)
 
     def _moves(self, value: int, place: int) -> tuple[Reshard, ...] | None:
-        """The moves that make a value from what is there at a step, or what an op made, kept until then."""
+        """The reshards that make a value from what is there at a statement, or what an op made, kept until then."""
         statement = self.made_by.get(value)
         if not isinstance(statement, Reshard) or statement.node is not None or statement.step.kind is StepKind.TRANSFER:
             return None
@@ -208,7 +208,7 @@ class _Usage:
         return (*before, statement) if before is not None else None
 
     def _life_for(self, value: int, place: int) -> _Life:
-        """The life of a value that there is at a step, or that can go on until then."""
+        """The life of a value that there is at a statement, or that can go on until then."""
         return self._life_at(value, place) or self.lives[value][-1]
 
     def _most(self, value: int, start: int, end: int) -> int:
@@ -218,7 +218,7 @@ class _Usage:
         return max((max(part, default=0) for part in held), default=0)
 
     def _life_at(self, value: int, place: int) -> _Life | None:
-        """The life of a value that there is at a step; of an argument's view the argument's."""
+        """The life of a value that there is at a statement; of an argument's view the argument's."""
         lives = self.lives.get(value) or self._arguments.get(value, ())
         return next((life for life in lives if life.covers(place)), None)
 
@@ -248,7 +248,7 @@ class _Usage:
     # writing
 
     def rewritten(self) -> ReshardedDefinition:
-        """The definition with its moves done again; itself where there are none."""
+        """The definition with its reshards done again; itself where there are none."""
         again = sorted((life for life in self._all() if life.again is not None), key=lambda life: life.start)
         if not again:
             return self.resharded
@@ -277,7 +277,7 @@ class _Usage:
                 yield self._renamed(statement, place, ids)
 
     def _asked(self, life: _Life, new: Mapping[int, _Life], reader: Statement) -> tuple[str, SourceLine]:
-        """Who asks, and at which line, for a value that is made again before a step, perhaps by way of others."""
+        """Who asks, and at which line, for a value that is made again before a statement, perhaps by way of others."""
         reshard = life.again
         assert reshard is not None
         if life.value in self._delayed:
@@ -289,7 +289,7 @@ class _Usage:
         return (f"{reshard.why}, again", reshard.line) if target is None else self._asked(target, new, reader)
 
     def _named(self, value: int, place: int, ids: dict[tuple[int, int], int]) -> int:
-        """The number of a value as it is there at a step; views keep theirs."""
+        """The number of a value as it is there at a statement; views keep theirs."""
         life = self._life_at(value, place)
         return ids.get((value, life.start), value) if life is not None and life.again is not None else value
 
@@ -301,7 +301,7 @@ class _Usage:
 
 
 def _sources_first(new: dict[int, _Life]) -> Iterator[_Life]:
-    """Of values that are made again at one step those that others are made from first."""
+    """Of values that are made again at one statement those that others are made from first."""
     left = dict(new)
     while left:
         value, life = next(iter(left.items()))

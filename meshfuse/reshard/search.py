@@ -1,4 +1,4 @@
-"""The cheapest path of moves from one sharding to another (A* over layouts: Hart, Nilsson, Raphael 1968)."""
+"""The cheapest path of steps from one sharding to another (A* over layouts: Hart, Nilsson, Raphael 1968)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .steps import Step, StepKind, is_even
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """The moves of a reshard in order, their modelled time in seconds and the bytes per rank on the wire."""
+    """The steps of a reshard in order, their modelled time in seconds and the bytes per rank on the wire."""
 
     steps: tuple[Step, ...]
     seconds: float
@@ -37,7 +37,7 @@ NOTHING = ReshardPlan((), 0.0, 0.0)
 ROOM = 64 << 20
 # Bytes alone decide where the least part of them that two paths may differ by weighs as much as so many starts.
 _OUTWEIGH = 1000
-# Paths that take as long but for a part of a move are gone on with from the one that has come farthest.
+# Paths that take as long but for a part of a step are gone on with from the one that has come farthest.
 _ALIKE = STEP_SECONDS / 20
 # They stand for what is left of a size without the divisors that matter.
 _PRIMES = (1009, 1013)
@@ -86,7 +86,7 @@ def _alike(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _path(src: Sharding, dst: Sharding, sizes: tuple[int, ...]) -> tuple[Step, ...] | None:
-    """The moves of the cheapest path for stand-in sizes, where bytes alone decide.
+    """The steps of the cheapest path for stand-in sizes, where bytes alone decide.
 
     Where nothing is reduced, dims that are whole at both ends are left out of the search: they stay whole.
     """
@@ -104,7 +104,7 @@ def _path(src: Sharding, dst: Sharding, sizes: tuple[int, ...]) -> tuple[Step, .
 
 
 def _among_whole(step: Step, places: Sequence[int], ndim: int) -> Step:
-    """The move for a tensor of more dims: it has the move's dims at these places, and all others whole."""
+    """The step for a tensor of more dims: it has the step's dims at these places, and all others whole."""
     before, after = (end.with_dims(_spread(end.dims, places, ndim)) for end in (step.src, step.dst))
     return Step(step.kind, step.axes, before, after)
 
@@ -255,7 +255,7 @@ class _PlanSearch:
         terms = canonical_partial(partial)
         return Sharding(state.mesh, dims, terms, state.reduce if terms else "")
 
-    # moves ----------------------------------------------------------------------------------------------------
+    # steps ----------------------------------------------------------------------------------------------------
 
     def _moves(self, state: Sharding) -> Iterator[Step]:
         to_reduce = self.bound.to_reduce(state)

@@ -17,7 +17,7 @@ from ..sharding.value import Sharding
 
 
 class StepKind(enum.Enum):
-    """What a move does. Only SLICE sends nothing."""
+    """What a step does. Only SLICE sends nothing."""
 
     SLICE = "slice"
     ALL_REDUCE = "all-reduce"
@@ -28,7 +28,7 @@ class StepKind(enum.Enum):
     TRANSFER = "send-recv"
     WINDOW = "window"
 
-    # Enum's own is written in Python, and kinds are in the keys of what is looked up for every move.
+    # Enum's own is written in Python, and kinds are in the keys of what is looked up for every step.
     __hash__ = object.__hash__
 
 
@@ -161,7 +161,7 @@ class Step:
         return f"{self.kind.value}{over} {self.src} -> {self.dst}"
 
     def group(self, rank: int) -> tuple[int, ...]:
-        """The ranks that communicate with this one in the move, itself among them, in order."""
+        """The ranks that communicate with this one in the step, itself among them, in order."""
         if self.kind is StepKind.TRANSFER:
             return tuple(sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks}))
         return self.src.mesh.group(rank, axis_keys(self.axes))
@@ -169,7 +169,7 @@ class Step:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _runs(sharding: Sharding, shape: tuple[int, ...], rank: int) -> tuple[lay.Runs, ...]:
-    """Kept: it is asked for every move, and several times for each."""
+    """Kept: it is asked for every step, and several times for each."""
     return sharding.runs(shape, rank)
 
 
@@ -257,7 +257,7 @@ def travels(step: Step, shape: tuple[int, ...]) -> bool:
 
 
 def arriving(step: Step, shape: tuple[int, ...], rank: int) -> int:
-    """Elements that reach the rank from others, of a move in pieces: what it wants of the source and does not have."""
+    """Elements that reach the rank from others, of a step in pieces: what it wants of the source and does not have."""
     if step.window is None and step.only is None:
         there = _in_both(step.src, step.dst, shape, rank) if rank in step.src.mesh else 0
         return _in_both(step.dst, step.dst, shape, rank) - there
@@ -318,7 +318,7 @@ _Holder = tuple[tuple[lay.Runs, ...], list[int]]
 
 @functools.lru_cache(maxsize=4096)
 def pieces(step: Step, shape: tuple[int, ...], group: tuple[int, ...]) -> tuple[Piece, ...]:
-    """Every piece of a move within a group, so that each rank gets exactly its new shard, each element from one holder.
+    """Every piece of a step within a group, so that each rank gets exactly its new shard, each element from one holder.
 
     A rank keeps what it has. The rest comes from the replica nearest in mesh coordinates; equally near ones take turns.
     """

@@ -1,4 +1,4 @@
-"""Slices and pads of sharded dims, and other orders of their blocks, as moves of exact pieces."""
+"""Slices and pads of sharded dims, and other orders of their blocks, as steps of exact pieces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def window_of(call: Call) -> Window | Reordering | None:
 
 
 def window_step(src: Sharding, dst: Sharding, window: Window | Reordering) -> Step:
-    """The move from a tensor to its window, among ranks that differ along the axes of the dims that it changes."""
+    """The step from a tensor to its window, among ranks that differ along the axes of the dims that it changes."""
     rows = enumerate(zip(src.dims, dst.dims, strict=True))
     changed = [split for d, (a, b) in rows if a != b or window.changes(d) for split in (*lay.axes(a), *lay.axes(b))]
     return Step(StepKind.WINDOW, disjoint(changed), src, dst, window)
@@ -58,7 +58,7 @@ def _holders(step: Step, dim: int, held: lay.Runs, wanted: lay.Runs) -> int:
     """How many of the parts of a dim, among the rank's group, have something that it wants."""
     assert step.window is not None
     if step.src.dims[dim] == step.dst.dims[dim] and not step.window.changes(dim):
-        return bool(lay.intersect(held, wanted))  # its axes are not the move's: all of the group have the same
+        return bool(lay.intersect(held, wanted))  # its axes are not the step's: all of the group have the same
     return len(_parts(step.src.dims[dim], step.window, dim, step.only).sharing(wanted))
 
 
