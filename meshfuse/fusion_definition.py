@@ -26,11 +26,10 @@ from .executor.arguments import (
     global_shapes,
     split_arguments,
 )
-from .executor.dtensor import GivenDTensor, dtensors_of, local_parts, output_homes, wrap_outputs
+from .executor.dtensor import GivenDTensor, dtensors_of, local_parts, output_specs, wrap_outputs
 from .executor.graphs import Captured, check_capturable, check_groups, watched
 from .executor.segments import Segments
-from .executor.simulate import Simulation
-from .executor.simulated_program import SimulatedProgram
+from .executor.simulate import SimulatedProgram, Simulation
 from .executor.spmd import RankProgram, check_same_arguments, check_world, named_ranks, scalar_lines
 from .gc_pause import no_collection
 from .host_ir import HostProgram
@@ -203,17 +202,17 @@ class FusionDefinition(PlannedDefinition):
         Raises ArgumentError for arguments that do not fit, RankError where a peer fails or disagrees, RankTimeout where
         one does not answer, and KernelError or OutOfMemoryError where torch cannot compute an op.
         """
-        program, outputs, homes, step = None, None, None, self._steps["ranks"]
+        program, outputs, specs, step = None, None, None, self._steps["ranks"]
         try:
             options = (idle_ranks, backend, cuda_graph)
             program = self._familiar.find(inputs, options)
             if program is None:
-                program, inputs, homes = self._fitted(inputs, options)
+                program, inputs, specs = self._fitted(inputs, options)
             object.__setattr__(self, "_latest", program)  # Past our own __setattr__, which takes a microsecond.
             step = self._next_step("ranks")
             outputs = program.run(inputs, self.random_state(program.device, step), step)
             laid_out = self._laid_out(outputs)
-            return laid_out if homes is None else wrap_outputs(laid_out, homes)
+            return laid_out if specs is None else wrap_outputs(laid_out, specs)
         except BaseException as error:
             self._leave_off(program, step, outputs, error)
             raise
@@ -236,8 +235,8 @@ class FusionDefinition(PlannedDefinition):
             program = self._bound[key] = self._bind_rank(given, dtensors, idle_ranks, line, None, name, cuda_graph)
         if not any(self.tensors[i].stride_order for i in given.tensors):
             self._familiar.learn(inputs, options, program)
-        homes = output_homes(program.compiled, inputs, line) if dtensors else None
-        return program, given.in_order(self.inputs), homes
+        specs = output_specs(program.compiled, inputs, line) if dtensors else None
+        return program, given.in_order(self.inputs), specs
 
     def _leave_off(self, program: RankProgram | None, step: int, outputs: Any, error: BaseException) -> None:
         """Tell the world of an error at a step, outside of this rank's program: other ranks may not have met it.

@@ -39,13 +39,13 @@ class ProgramKey(NamedTuple):
 
     shapes: global shapes by input tensor, in order.
     scalars: by number the scalars that sizes depend on, in order.
-    world: the mesh where no annotation names one.
+    default_mesh: the mesh where no annotation names one.
     dtensors: as in `Inputs`.
     """
 
     shapes: tuple[tuple[int, tuple[int, ...]], ...]
     scalars: tuple[tuple[int, Any], ...]
-    world: DeviceMesh
+    default_mesh: DeviceMesh
     dtensors: tuple[tuple[int, tuple[Layout, ...]], ...] | None
 
 
@@ -76,7 +76,7 @@ class PlannedDefinition(DefinitionBuilder):
         self,
         given: Inputs,
         shapes: dict[int, tuple[int, ...]],
-        world: DeviceMesh,
+        default_mesh: DeviceMesh,
         line: SourceLine,
         near_factor: float = 1.0,
     ) -> CompiledProgram:
@@ -94,14 +94,19 @@ class PlannedDefinition(DefinitionBuilder):
             )  # fmt: skip
         try:
             with located(line):
-                return self._compile_sizes(given, shapes, world, line, near_factor)
+                return self._compile_sizes(given, shapes, default_mesh, line, near_factor)
         except DefinitionError as error:
             raise with_open_sizes(self, shapes, error) from None
 
     def _compile_sizes(
-        self, given: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh, line: SourceLine, near_factor: float
+        self,
+        given: Inputs,
+        shapes: dict[int, tuple[int, ...]],
+        default_mesh: DeviceMesh,
+        line: SourceLine,
+        near_factor: float,
     ) -> CompiledProgram:
-        key = self._program_key(given, shapes, world)
+        key = self._program_key(given, shapes, default_mesh)
         if key not in self._compiled:
             self._compiled[key] = self._planned(key, near_factor)
             self._latest = None
@@ -112,20 +117,24 @@ class PlannedDefinition(DefinitionBuilder):
     def _planned(self, key: ProgramKey, near_factor: float = 1.0) -> CompiledProgram:
         shapes, scalars = dict(key.shapes), dict(key.scalars)
         borders = None if key.dtensors is None else Borders(placeable, as_dtensor, dict(key.dtensors))
-        return compile_definition(self, shapes, scalars, key.world, self.max_memory, near_factor, self.effort, borders)
+        return compile_definition(
+            self, shapes, scalars, key.default_mesh, self.max_memory, near_factor, self.effort, borders
+        )
 
-    def _program_key(self, given: Inputs, shapes: Mapping[int, tuple[int, ...]], world: DeviceMesh) -> ProgramKey:
+    def _program_key(
+        self, given: Inputs, shapes: Mapping[int, tuple[int, ...]], default_mesh: DeviceMesh
+    ) -> ProgramKey:
         scalars = {i: given.scalars[i] for i in self.sized_by()}
-        return ProgramKey(tuple(sorted(shapes.items())), tuple(sorted(scalars.items())), world, given.dtensors)
+        return ProgramKey(tuple(sorted(shapes.items())), tuple(sorted(scalars.items())), default_mesh, given.dtensors)
 
     def _renewed(
-        self, old: CompiledProgram, given: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh
+        self, old: CompiledProgram, given: Inputs, shapes: dict[int, tuple[int, ...]], default_mesh: DeviceMesh
     ) -> CompiledProgram:
         """A program with a plan of its own, in the place of `old`, whose plan was taken over from other shapes.
 
         It is `old` itself if the outputs would be sharded otherwise.
         """
-        key = self._program_key(given, shapes, world)
+        key = self._program_key(given, shapes, default_mesh)
         new = self._planned(key)
         self._compiled[key] = new if new.output_shardings() == old.output_shardings() else old
         return self._compiled[key]

@@ -37,7 +37,7 @@ def prepared(
     """
     _check(fd, inputs, line)
     compiled = fd.latest(shapes)
-    given = {i: compiled.planned.homes[i] for i in inputs}
+    given = {i: compiled.planned.shardings[i] for i in inputs}
     keeping, found = _cut(compiled.planned, given, gathered)
     if not found.handed_on:
         read = ", ".join(fd.tensors[i].label for i in inputs)
@@ -74,8 +74,8 @@ def _cut(plan: ShardedDefinition, given: Mapping[int, Sharding], gathered: bool)
 def _freed(fd: PlannedDefinition, compiled: CompiledProgram, inputs: Sequence[int]) -> ShardedDefinition | None:
     """The plan in which these inputs have no annotations; None where no annotation is left then."""
     shapes = {i: compiled.graph.shape(i) for i in fd.input_tensors()}
-    world = compiled.resharded.values[0].sharding.mesh
-    return decided_without(fd, shapes, world, inputs, fd.effort)
+    default_mesh = compiled.resharded.values[0].sharding.mesh
+    return decided_without(fd, shapes, default_mesh, inputs, fd.effort)
 
 
 def _each(fd: PlannedDefinition, found: HalvedPlan) -> PlanCost:

@@ -262,7 +262,7 @@ def test_what_has_a_name_is_as_the_user_says() -> None:
         scores = fd.ops.matmul(token(fd), fd.ops.permute(k, [0, 1, 3, 2]))
         fd.mesh_split(scores, MESH, [None, None, None, "sp"])
         fd.add_output(fd.ops.sum(fd.ops.exp(scores), [3]))
-    wanted = fd.compile().sharded.homes[scores.id]
+    wanted = fd.compile().sharded.shardings[scores.id]
     assert wanted.dims[-1] == (Split(N, "sp"),)
     assert_same_as_unsharded(fd, random_inputs(fd))
 

@@ -67,7 +67,7 @@ def test_random_programs_in_two_are_what_torch_computes(
 def given_bytes(once: mf.FusionDefinition) -> int:
     """Bytes of the inputs on the rank with most of each."""
     compiled = once.compile()
-    return sum(most_bytes(compiled.sharded.homes[i], once.tensors[i].type) for i in once.input_tensors())
+    return sum(most_bytes(compiled.sharded.shardings[i], once.tensors[i].type) for i in once.input_tensors())
 
 
 def kept_bytes(once: mf.FusionDefinition) -> int:

@@ -18,8 +18,8 @@ _SHOWN = 6  # Of a longer way so many steps are told.
 
 def add_origins(fd: AnnotatedDefinition, error: DtypeError, operands: Sequence[int]) -> None:
     """Add to an error about the dtypes of these operands, if it does not say so yet, where each has its dtype from."""
-    if operands and not error.told:
-        error.told = True
+    if operands and not error.has_origins:
+        error.has_origins = True
         first = {fd.tensors[i].type.dtype: i for i in reversed(operands)}
         ways = [f"{dtype.name} comes from {_told(list(_way(fd, i)))}" for dtype, i in reversed(first.items())]
         error.args = (f"{error.args[0]} {'; '.join(ways)}.", *error.args[1:])

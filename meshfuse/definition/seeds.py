@@ -41,7 +41,7 @@ class Seed:
         ranks = _ranks(fd) or world.all_ranks
         draws = self.given is None and any(node.draws for node in fd.nodes)
         if draws and not self._is_agreed and world.rank in ranks and len(ranks) > 1:
-            self._number, self._own = int(world.meetings.told(ranks, "seeds", str(self._number))[0]), None
+            self._number, self._own = int(world.rendezvous.exchange_among(ranks, "seeds", str(self._number))[0]), None
         self._is_agreed = True
 
 

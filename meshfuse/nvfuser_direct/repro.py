@@ -93,9 +93,9 @@ def _whole(fd: FusionDefinition, place: int, value: Any) -> Any:
     compiled, tensor = _ran(fd), fd.inputs[place].id
     if tensor not in fd.annotations:
         return value
-    home, shape = compiled.sharded.homes[tensor], compiled.graph.shape(tensor)
-    local = value if World.current().rank in home.mesh else None
-    return gather_output(World.current(), local, home, shape, value.dtype, value.device)
+    sharding, shape = compiled.sharded.shardings[tensor], compiled.graph.shape(tensor)
+    local = value if World.current().rank in sharding.mesh else None
+    return gather_output(World.current(), local, sharding, shape, value.dtype, value.device)
 
 
 def compared(

@@ -15,7 +15,7 @@ from ..placement.options import EARLIER, work
 from ..placement.options import _shared as shared_blocks
 from ..reshard.prices import price
 from ..reshard.steps import Reordering, Window
-from ..reshard.windows import window_move, window_of
+from ..reshard.windows import window_of, window_step
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
 from ..sharding.value import Sharding, canonical_partial
@@ -41,7 +41,7 @@ def distinct(placements: Iterable[Placement]) -> tuple[Placement, ...]:
     """Of placements with the same operands and results the first."""
     found: dict[tuple[object, ...], Placement] = {}
     for placement in placements:
-        found.setdefault((placement.operands, placement.results, placement.carry.operands, placement.move), placement)
+        found.setdefault((placement.operands, placement.results, placement.carry.operands, placement.step), placement)
     return tuple(found.values())
 
 
@@ -127,10 +127,10 @@ def window_labels(
     for source in sources:
         if not source.partial and any(layout and window.changes(d) for d, layout in enumerate(source.dims)):
             for target in _window_targets(source, window, asked):
-                move = window_move(source, target, window)
-                seconds = price(move, ttype.shape, ttype.dtype.itemsize).seconds
+                step = window_step(source, target, window)
+                seconds = price(step, ttype.shape, ttype.dtype.itemsize).seconds
                 seconds += computation(target.max_local_numel(made.shape), mesh.flops)
-                yield Placement((WHOLE,) * len(rule.factors), (source,), (target,), move=move), seconds
+                yield Placement((WHOLE,) * len(rule.factors), (source,), (target,), step=step), seconds
 
 
 def _window_targets(source: Sharding, window: Window | Reordering, asked: Sequence[Sharding]) -> list[Sharding]:

@@ -20,7 +20,7 @@ import numpy as np
 from ..costs import Form, all_gather_forms, all_reduce_forms, all_to_all_forms, reduce_scatter_forms
 from ..mesh import DeviceMesh
 from ..ops.values import TensorType
-from ..reshard.prices import EXCHANGE_SECONDS, MOVE_SECONDS, SLICE_SECONDS, link_over
+from ..reshard.prices import EXCHANGE_SECONDS, SLICE_SECONDS, STEP_SECONDS, link_over
 from ..reshard.search import plan
 from ..sharding.layout import Split
 from ..sharding.value import Sharding
@@ -258,7 +258,7 @@ class _Way:
         for axes, where in change.sets(change.moved | change.displaced):
             nbytes = self.nbytes[where]
             one = change.form(_exchange_forms, axes, nbytes) + EXCHANGE_SECONDS
-            each = sum([change.form(all_to_all_forms, (n,), nbytes) + MOVE_SECONDS for n in axes])
+            each = sum([change.form(all_to_all_forms, (n,), nbytes) + STEP_SECONDS for n in axes])
             self.total[where] += np.where(apart[where], one, np.minimum(one, each))
 
     def _all_reduce(self) -> None:
@@ -273,4 +273,4 @@ class _Way:
             self._add(where, all_gather_forms, (n,))
 
     def _add(self, where: np.ndarray, forms: _Forms, axes: Sequence[int]) -> None:
-        self.total[where] += self.change.form(forms, axes, self.nbytes[where]) + MOVE_SECONDS
+        self.total[where] += self.change.form(forms, axes, self.nbytes[where]) + STEP_SECONDS

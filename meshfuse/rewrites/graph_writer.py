@@ -58,10 +58,10 @@ class GraphWriter:
                 for param, arg in zip(node.call.op.params, node.call.args, strict=True)]  # fmt: skip
         return self.call(node.call.op, *args)
 
-    def _new(self, kind: TensorType) -> TensorRef:
+    def _new(self, ttype: TensorType) -> TensorRef:
         """A new tensor. It does not have the name of the variable that the user's line assigns."""
         assert self._origin is not None
-        tensor = Tensor(len(self.tensors), kind, dataclasses.replace(self._origin.line, given=""))
+        tensor = Tensor(len(self.tensors), ttype, dataclasses.replace(self._origin.line, given=""))
         self.tensors.append(tensor)
         return TensorRef(tensor.id)
 

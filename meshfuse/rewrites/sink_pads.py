@@ -116,7 +116,7 @@ class _SurroundsWriter(GraphWriter):
             return None
         inner = [TensorRef(i) for i in node.inputs[first:last]]
         ref = inner[0] if len(inner) == 1 else self.call("cat", tuple(inner), dim)
-        sizes = [kind.shape[dim] for kind in node.call.types]
+        sizes = [ttype.shape[dim] for ttype in node.call.types]
         widths = one_dim_widths(node.call.results[0].ndim, dim, sum(sizes[:first]), sum(sizes[last:]))
         return Padded(ref, tuple(widths), outside.pop() or 0)
 
@@ -295,14 +295,14 @@ def _value(call: Call, fills: Sequence[Number]) -> Number | None:
     """The result of a pointwise op on numbers; None where it is no number that a pad takes."""
     if any(isinstance(arg, ScalarRef) for arg in call.args):
         return None
-    small = CallTable().get(call.op, call.args, tuple(kind._replace(shape=(1,)) for kind in call.types))[0]
+    small = CallTable().get(call.op, call.args, tuple(ttype._replace(shape=(1,)) for ttype in call.types))[0]
     one = Sharding.replicated(DeviceMesh((1,), ("x",)), 1)
     names = [f"a{i}" for i in range(len(fills))]
     local = LocalCall(small, names, [one] * len(fills), [one], 0)
     scope: dict[str, Any] = {"torch": torch, "F": F, "K": kernels}
     scope["OP"] = SimpleNamespace(**{call.op.name: call.op.compute})
-    for name, fill, kind in zip(names, fills, call.types, strict=True):
-        scope[name] = torch.full((1,), fill, dtype=getattr(torch, kind.dtype.value), device="cpu")
+    for name, fill, ttype in zip(names, fills, call.types, strict=True):
+        scope[name] = torch.full((1,), fill, dtype=getattr(torch, ttype.dtype.value), device="cpu")
     exec("\n".join(local.statements(["out"])), scope)
     value = scope["out"].item()
     return value if _is_plain(value) else None

@@ -24,7 +24,7 @@ from hypothesis.errors import HypothesisException, NoSuchExample
 
 from ..argument_checks import as_int
 from ..dtypes import Category, DataType
-from ..errors import MeshfuseError, caller_line, located, shown, told, user_error
+from ..errors import MeshfuseError, caller_line, error_text, located, shown, user_error
 from ..fusion_definition import FusionDefinition
 from ..ops.binding import make_call
 from ..ops.opdef import Call, OpDef, Sample
@@ -94,7 +94,7 @@ def _told(op: OpDef) -> Iterator[None]:
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise AssertionError(
-            f"{op.name}: the record cannot be worked with\n  error      {told(error)}\n"
+            f"{op.name}: the record cannot be worked with\n  error      {error_text(error)}\n"
             f"  at         {os.path.basename(last.filename)}:{last.lineno}: {last.line}\n"
             "  what to do Look at the function of the record that this is raised in, or whose result it works on."
         ) from error

@@ -51,23 +51,23 @@ def _call_sample(w: DefinitionWriter, op: OpDef, sample: Sample) -> None:
         add_result(w, tv, kind)
 
 
-def _operand(w: DefinitionWriter, op: OpDef, kind: TensorType, sample: Sample, place: int) -> TensorView:
+def _operand(w: DefinitionWriter, op: OpDef, ttype: TensorType, sample: Sample, place: int) -> TensorView:
     """A tensor of the program whose values are the same on every mesh to the last digit, or a new input."""
     values = sample.values.get(place)
     free = values is None and op.domain is None
-    found = w.pick(lambda v: v.exact and v.bound <= 8 and v.tv.dtype is kind.dtype and v.shape == kind.shape)
+    found = w.pick(lambda v: v.exact and v.bound <= 8 and v.tv.dtype is ttype.dtype and v.shape == ttype.shape)
     if free and found is not None and w.flag():
         return found.tv
-    example = Example(kind.shape, values, None if values is not None else op.domain or (0, 4))
-    return w.input(kind.shape, KINDS[kind.dtype.category], dtype=kind.dtype, example=example).tv
+    example = Example(ttype.shape, values, None if values is not None else op.domain or (0, 4))
+    return w.input(ttype.shape, KINDS[ttype.dtype.category], dtype=ttype.dtype, example=example).tv
 
 
-def add_result(w: DefinitionWriter, tv: TensorView, kind: TensorType) -> None:
+def add_result(w: DefinitionWriter, tv: TensorView, ttype: TensorType) -> None:
     """Add a result of any size: real ones are made small, and complex ones are only used as outputs."""
-    if kind.dtype is DataType.UInt64 or kind.dtype.category is Category.COMPLEX:
+    if ttype.dtype is DataType.UInt64 or ttype.dtype.category is Category.COMPLEX:
         return
-    name = KINDS[kind.dtype.category]
-    made = w.add(tv, kind.shape, name, 1.0 if name != "int" else 64.0, name != "float")
+    name = KINDS[ttype.dtype.category]
+    made = w.add(tv, ttype.shape, name, 1.0 if name != "int" else 64.0, name != "float")
     if name == "float":
         w.like(made, "tanh", bound=1.0, exact=False)
 

@@ -34,7 +34,7 @@ def quotient(ops: Any, a: Any, b: Any) -> Any:
 
 
 def _divides_by_a_softmax_sum(node: Node, makers: Mapping[int, Node]) -> bool:
-    if any(kind.dtype not in _WIDE for kind in (*node.call.types, *node.call.results)):
+    if any(ttype.dtype not in _WIDE for ttype in (*node.call.types, *node.call.results)):
         return False
     total = _maker(node.inputs[1], makers)
     if total is None or total.name != "sum" or total.call.results[0].numel >= node.call.results[0].numel:

@@ -90,8 +90,8 @@ class NativeCall:
         wide = [self.ops.cast(t, self.dtype(DataType.Float)) if dtype.is_reduced_float else t for t, dtype in pairs]
         return replace(self, operands=wide)
 
-    def _as_declared(self, tensor: Any, kind: TensorType) -> Any:
-        return self.ops.cast(tensor, self.dtype(kind.dtype)) if kind.dtype.is_reduced_float else tensor
+    def _as_declared(self, tensor: Any, ttype: TensorType) -> Any:
+        return self.ops.cast(tensor, self.dtype(ttype.dtype)) if ttype.dtype.is_reduced_float else tensor
 
     def plain(self, **changed: Any) -> Any:
         """nvFuser's function of the op's name.

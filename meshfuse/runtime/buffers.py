@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from .. import kernels
-from ..runtime import scratch
-from ..runtime.scratch import CLOCK
+from . import scratch
+from .scratch import CLOCK
 
 _use_count = torch._C._storage_Use_Count
 # A new tensor on the same memory, so that what a user sets on it (a name, requires_grad) does not stay.
