@@ -2,7 +2,8 @@
 
 definition → `specialize` → `split_biases` → `unify_links` → `apply_distributed_forms` (by `propagate`) →
 `fuse_mean_variance` → `searched` → `split_concats` → `update_in_place` → `reassociate_sums` → `merge_windows` →
-`lower_ring_ops` → `widen_sums` → `insert_resharding` → `hoist_moves` → `rematerialize_gathers` → `bucket_collectives` →
+`lower_ring_ops` → `widen_sums` → `insert_resharding` → `hoist_reshards` → `rematerialize_gathers` →
+`bucket_collectives` →
 `pipeline_chunks` → `segment` → `lower_to_host_ir` → executor. Every stage is a function from one printable value to the
 next and changes nothing of what it is given.
 
@@ -38,7 +39,7 @@ from .planner.shape_reuse import PLANS
 from .propagation import ShardedDefinition, ends
 from .reshard.borders import Borders
 from .reshard.bucketing import bucket_collectives
-from .reshard.hoist_moves import hoist_moves
+from .reshard.hoist_reshards import hoist_reshards
 from .reshard.rematerialize import peak, rematerialize_gathers
 from .resharding import ReshardedDefinition, insert_resharding
 from .rewrites.distributed_forms import apply_distributed_forms
@@ -103,13 +104,13 @@ class CompiledProgram:
 
 
 def compile_definition(
-    recording: Recording, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any], world: DeviceMesh,
+    recording: Recording, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any], default_mesh: DeviceMesh,
     max_memory: float | None = None, near_factor: float = 1.0, effort: Effort = Effort.AUTO,
     borders: Borders | None = None,
 ) -> CompiledProgram:  # fmt: skip
     """Compile for inputs of these global shapes and scalars of these values, by number.
 
-    world: the mesh of a program that no annotation puts on one.
+    default_mesh: the mesh of a program that no annotation puts on one.
     max_memory: bytes that a rank may hold; None for any number.
     near_factor: above 1, the plan of other sizes is taken over if all of them are within this factor
         (`planner.shape_reuse`).
@@ -121,21 +122,21 @@ def compile_definition(
     with no_collection():
         graph = _graph(recording, shapes, scalars)
         with World.planning(graph.in_words()):
-            found = _compiled(graph, world, max_memory, near_factor, effort, borders)
-            asked = _with_ends(graph, found, borders) if borders is not None else graph
-            return found if asked is graph else _compiled(asked, world, max_memory, 1.0, effort, borders)
+            found = _compiled(graph, default_mesh, max_memory, near_factor, effort, borders)
+            placed = _with_ends(graph, found, borders) if borders is not None else graph
+            return found if placed is graph else _compiled(placed, default_mesh, max_memory, 1.0, effort, borders)
 
 
 def _compiled(
-    graph: Graph, world: DeviceMesh, max_memory: float | None, near_factor: float, effort: Effort,
+    graph: Graph, default_mesh: DeviceMesh, max_memory: float | None, near_factor: float, effort: Effort,
     borders: Borders | None,
 ) -> CompiledProgram:  # fmt: skip
-    taken = PLANS.near(graph, world, near_factor) if near_factor > 1 else None
+    taken = PLANS.near(graph, default_mesh, near_factor) if near_factor > 1 else None
     if taken is not None:
         return compile_sharded(taken.plan, max_memory, taken.source, borders)
-    sharded = planned(graph, world, lambda: decided(graph, world, effort), effort.value)
+    sharded = planned(graph, default_mesh, lambda: decided(graph, default_mesh, effort), effort.value)
     if near_factor > 1:
-        PLANS.keep(graph, world, sharded)
+        PLANS.keep(graph, default_mesh, sharded)
     return compile_sharded(sharded, max_memory, borders=borders)
 
 
@@ -144,14 +145,14 @@ def _with_ends(graph: Graph, compiled: CompiledProgram, borders: Borders) -> Gra
     targets = ends(compiled.sharded)
     left = {i: targets[end] for i, end in zip(graph.outputs, compiled.graph.outputs, strict=True)}
     made = {i for node in graph.nodes for i in node.outputs}
-    free = {i: home for i, home in left.items() if i in made and i not in graph.annotations}
-    told = {layout for i in graph.input_tensors if i in graph.annotations for layout in graph.annotations[i].dims}
-    asked = {i: borders.placed(home, graph.shape(i), told) for i, home in free.items()}
-    return graph if asked == free else graph.annotated(asked, "an output, laid out as DTensors can be")
+    free = {i: sharding for i, sharding in left.items() if i in made and i not in graph.annotations}
+    layouts = {layout for i in graph.input_tensors if i in graph.annotations for layout in graph.annotations[i].dims}
+    placed = {i: borders.placed(sharding, graph.shape(i), layouts) for i, sharding in free.items()}
+    return graph if placed == free else graph.annotated(placed, "an output, laid out as DTensors can be")
 
 
 def decided_without(
-    recording: Recording, shapes: Mapping[int, tuple[int, ...]], world: DeviceMesh, free: Collection[int],
+    recording: Recording, shapes: Mapping[int, tuple[int, ...]], default_mesh: DeviceMesh, free: Collection[int],
     effort: Effort,
 ) -> ShardedDefinition | None:  # fmt: skip
     """The plan if the inputs in `free` were not annotated; None where no other annotation is left."""
@@ -159,7 +160,7 @@ def decided_without(
         graph = _graph(recording, shapes, {})
         left = {i: sharding for i, sharding in graph.annotations.items() if i not in free}
         with World.planning(graph.in_words()):
-            return decided(dataclasses.replace(graph, annotations=left), world, effort) if left else None
+            return decided(dataclasses.replace(graph, annotations=left), default_mesh, effort) if left else None
 
 
 def _graph(recording: Recording, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any]) -> Graph:
@@ -167,17 +168,17 @@ def _graph(recording: Recording, shapes: Mapping[int, tuple[int, ...]], scalars:
     return unify_links(split_biases(specialize(recording, shapes, scalars)))
 
 
-def decided(graph: Graph, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
+def decided(graph: Graph, default_mesh: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
     """The best plan over all the forms in which the graph's ops may be written.
 
     Far searches take longest: only the form that looks best is planned by them, and the one that the user wrote.
     """
-    plain, best = _forms(graph, world, effort)
+    plain, best = _forms(graph, default_mesh, effort)
     for other in _rewritten(graph) if effort.rewrites else ():
         if plan_cost(best).moving > EPSILON:
-            best = better(best, _forms(other, world, effort)[1])
+            best = better(best, _forms(other, default_mesh, effort)[1])
     plans = (plain,) if best is plain else (plain, best)
-    return functools.reduce(better, [searched_far(plan, world, effort) for plan in plans])
+    return functools.reduce(better, [searched_far(plan, default_mesh, effort) for plan in plans])
 
 
 def _rewritten(graph: Graph) -> Iterator[Graph]:
@@ -188,17 +189,19 @@ def _rewritten(graph: Graph) -> Iterator[Graph]:
             yield graph
 
 
-def _forms(graph: Graph, world: DeviceMesh, effort: Effort) -> tuple[ShardedDefinition, ShardedDefinition]:
+def _forms(graph: Graph, default_mesh: DeviceMesh, effort: Effort) -> tuple[ShardedDefinition, ShardedDefinition]:
     """The plan of the graph as it is, and the best plan over the forms in which its ops may be written."""
 
     def plan(form: Graph) -> ShardedDefinition:
-        return searched(fuse_mean_variance(apply_distributed_forms(form, world), world), world, effort)
+        return searched(
+            fuse_mean_variance(apply_distributed_forms(form, default_mesh), default_mesh), default_mesh, effort
+        )
 
     plain = plan(graph)
     found = update_in_place(
         graph, lambda form: split_concats(form, lambda last: plain if last is graph else plan(last), effort), effort
     )
-    return plain, merge_windows(reassociate_sums(found, world, effort), world, effort)
+    return plain, merge_windows(reassociate_sums(found, default_mesh, effort), default_mesh, effort)
 
 
 def compile_sharded(
@@ -207,7 +210,7 @@ def compile_sharded(
 ) -> CompiledProgram:  # fmt: skip
     """The stages after propagation; `taken_from` is the graph of other sizes that the plan was made for."""
     sharded = widen_sums(lower_ring_ops(planned))
-    resharded = hoist_moves(insert_resharding(sharded, borders))
+    resharded = hoist_reshards(insert_resharding(sharded, borders))
     resharded.verify()
     resharded, in_flight = _in_order(resharded, max_memory)
     overlapped = pipeline_chunks(resharded)

@@ -110,7 +110,7 @@ class DefinitionError(MeshfuseError, ValueError, RuntimeError):
 class DtypeError(DefinitionError):
     """An op does not take operands of these dtypes. A definition adds where its operands have them from.
 
-    has_origins: whether that has been added.
+    has_origins: whether they have been added.
     """
 
     has_origins = False
@@ -193,7 +193,7 @@ def _cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest - 4]} ..."
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An error of somebody else's in one line: its class, and the first line of its text, shortened where it is long.
 
     The text of a user's error class may fail, may be as large as the data that it is about, or may not be printable.

@@ -24,11 +24,10 @@ from .executor.arguments import (
     global_shapes,
     split_arguments,
 )
-from .executor.dtensor import GivenDTensor, dtensors_of, local_parts, output_homes, wrap_outputs
+from .executor.dtensor import GivenDTensor, dtensors_of, local_parts, output_specs, wrap_outputs
 from .executor.graphs import Captured, check_capturable, check_groups, watched
 from .executor.segments import Segments
-from .executor.simulate import Simulation
-from .executor.simulated_program import SimulatedProgram
+from .executor.simulate import SimulatedProgram, Simulation
 from .executor.spmd import RankProgram, check_same_arguments, check_world, named_ranks, scalar_lines
 from .host_ir import HostProgram
 from .kernels import in_stride_order
@@ -82,16 +81,16 @@ class Execution:
 
     def execute(self, inputs: Sequence[Any], options: Options) -> list[Any]:
         """The outputs of this rank, from its shards of the inputs."""
-        program, outputs, homes, step = None, None, None, self.steps["ranks"]
+        program, outputs, specs, step = None, None, None, self.steps["ranks"]
         try:
             program = self._guards.find(inputs, options)
             if program is None:
-                program, inputs, homes = self._fitted(inputs, options)
+                program, inputs, specs = self._fitted(inputs, options)
             self.programs.last_run = program
             step = self._next_step("ranks")
             outputs = program.run(inputs, self.fd._random_state(program.device, step), step)
             laid_out = self._laid_out(outputs)
-            return laid_out if homes is None else wrap_outputs(laid_out, homes)
+            return laid_out if specs is None else wrap_outputs(laid_out, specs)
         except BaseException as error:
             self._leave_off(program, step, outputs, error)
             raise
@@ -115,8 +114,8 @@ class Execution:
             program = self.bound[key] = self._bind_rank(given, dtensors, idle_ranks, line, None, name, cuda_graph)
         if not any(self.recording.tensors[i].stride_order for i in given.tensors):
             self._guards.learn(inputs, options, program)
-        homes = output_homes(program.compiled, inputs, line) if dtensors else None
-        return program, given.in_order(self.recording.inputs), homes
+        specs = output_specs(program.compiled, inputs, line) if dtensors else None
+        return program, given.in_order(self.recording.inputs), specs
 
     def _leave_off(self, program: RankProgram | None, step: int, outputs: Any, error: BaseException) -> None:
         """Tell the world of an error at a step, outside of this rank's program: other ranks may not have met it.
@@ -336,7 +335,7 @@ class Seed:
         ranks = _ranks(self._recording) or world.all_ranks
         draws = self.given is None and any(node.draws for node in self._recording.nodes)
         if draws and not self._is_agreed and world.rank in ranks and len(ranks) > 1:
-            self._number, self._own = int(world.meetings.told(ranks, "seeds", str(self._number))[0]), None
+            self._number, self._own = int(world.rendezvous.exchange_among(ranks, "seeds", str(self._number))[0]), None
         self._is_agreed = True
 
 

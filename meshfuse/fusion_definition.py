@@ -177,11 +177,15 @@ class FusionDefinition:
         Entries that are -1 or scalars already are kept as they are. Raises DefinitionError for anything else.
         """
         line, recording = self.recording.line_of_change(), self.recording
+        count = inputs.vector_length(size, line)
+        if count is not None:
+            return [Val(self, inputs.define_scalar(recording, None, dtype, line)) for _ in range(count)]
         return [
-            entry if isinstance(entry, Val) or as_int(entry) == -1
-            else Val(self, inputs.define_entry(recording, entry, dtype, line))
-            for entry in inputs.vector_entries(size, line)
-        ]  # fmt: skip
+            entry
+            if isinstance(entry, Val) or as_int(entry) == -1
+            else Val(self, inputs.define_constant(recording, entry, dtype, line))
+            for entry in size  # type: ignore[union-attr]  # a list, as it has no count
+        ]
 
     def call(self, name: str | OpDef, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
         """Apply an op, by its name or as an OpDef: a TensorView, a tuple of them, or (on scalars alone) a Val."""

@@ -1,4 +1,4 @@
-"""From segments and moves to the program of one rank."""
+"""The program of one rank, and its lowering from segments and reshards."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .errors import SourceLine, file_name
 from .graph import Graph
 from .lowering.bucketed_calls import buckets, lower_bucket
 from .lowering.buffer_checker import BufferChecker
-from .lowering.collectives import MoveContext, lower_move
+from .lowering.collectives import ReshardContext, lower_reshard
 from .lowering.durations import CostModel
 from .lowering.effects import Effects, effects, mentioned
 from .lowering.fusable_copies import fusable_copies, fusible_parts
 from .lowering.fuse_copies import fuse_copies
 from .lowering.instructions import (
-    BufferPart,
+    CallKey,
     Collective,
     Communication,
     CommunicationCall,
@@ -26,26 +26,25 @@ from .lowering.instructions import (
     Instruction,
     Kernel,
     Launch,
-    Meeting,
     SendRecv,
+    View,
     Wait,
+    call_channel,
     group_name,
-    meeting_place,
 )
 from .lowering.kernel_text import dying, functions, origin, scalar_params, scalar_text
-from .lowering.liveness import with_frees
 from .lowering.loops import lower_loop
 from .lowering.op_text import OpText
 from .lowering.overlapped import ChunkLoop
-from .lowering.schedule import IN_FLIGHT, schedule
+from .lowering.schedule import IN_FLIGHT, schedule, with_frees
 from .lowering.segments import Segment, SegmentedDefinition
 from .ops import OPS
 from .ops.opdef import OpDef
 from .ops.rules import FactorKind, Rule
 from .ops.values import ScalarRef
-from .reshard.hoist_moves import local_cost
-from .reshard.steps import Move, wire_elements
-from .resharding import Compute, Set, Value
+from .reshard.hoist_reshards import local_cost
+from .reshard.steps import Step, wire_elements
+from .resharding import Compute, Reshard, Value
 from .sharding import layout as lay
 
 
@@ -53,9 +52,9 @@ from .sharding import layout as lay
 class HostProgram:
     """The program of one rank.
 
-    `params` are the inputs' names, `outputs` the names returned (None for an output that this rank has no part of).
-    `digest` names the definition and the shapes that it was made from, and is equal on all ranks. `notes` are (kernel,
-    what computes it and why), for a reader.
+    `params` are the names of the inputs, `outputs` the names that are returned (None where this rank holds no part of
+    an output). `digest` identifies the definition and its shapes, and is equal on all ranks. `notes` are pairs of a
+    kernel's name and a comment on what computes it and why.
     """
 
     rank: int
@@ -77,7 +76,7 @@ class HostProgram:
 
     @property
     def communications(self) -> tuple[Communication, ...]:
-        """This rank's communications, in order: each message of a transfer, each part of a call that does several."""
+        """The communications of this rank in order; a call that does several counts as several."""
         calls = [i.about for i in self.instructions if isinstance(i, CommunicationCall)]
         return tuple(part for about in calls for part in about.parts or (about,))
 
@@ -87,11 +86,11 @@ class HostProgram:
         return tuple(dict.fromkeys(i.group for i in self.instructions if isinstance(i, CommunicationCall)))
 
     def source(self, simulated: bool = False) -> str:
-        """The program as Python: a function `main`; with `simulated` a generator that yields where it would wait."""
+        """The program as a Python function `main`; with `simulated`, a generator that yields instead of waiting."""
         return "\n".join(self.lines(simulated)[0])
 
     def lines(self, simulated: bool = False) -> tuple[list[str], Mapping[int, Instruction]]:
-        """(the lines of `source`, by line number from 1 the instruction that the line belongs to)."""
+        """The lines of `source`, and the instruction of each line by its number, counted from 1."""
         out: list[str] = []
         where: dict[int, Instruction] = {}
         for kernel in self.kernels:
@@ -107,7 +106,7 @@ class HostProgram:
 
     def __str__(self) -> str:
         out = [f"# rank {self.rank}", "import torch", "import torch.nn.functional as F", "import meshfuse.kernels as K"]
-        out.append("M = meshfuse.executor.buffers.device_memory(device)")
+        out.append("M = meshfuse.runtime.buffers.device_memory(device)")
         for group in self.groups:
             out.append(f"{group_name(group)} = world.group({group})")
         out += [f"# OP.{name}: {_where(function)}" for name, function in self.functions.items()]
@@ -127,30 +126,30 @@ def _text(instruction: Instruction, simulated: bool) -> str:
 
 
 def _comment(instruction: Instruction | None) -> str:
-    if isinstance(instruction, (Launch, BufferPart)) and instruction.note:
+    if isinstance(instruction, (Launch, View)) and instruction.note:
         return f"  # {instruction.note}"
     if not isinstance(instruction, CommunicationCall):
         return ""
     about = instruction.about
-    return f"  # {about.tensor}: {about.move}; {about.wire:.0f} bytes; {about.why} {about.line}"
+    return f"  # {about.tensor}: {about.step}; {about.wire:.0f} bytes; {about.why} {about.line}"
 
 
 def _where(function: Callable[..., Any]) -> str:
-    """Where a registered op's function is written."""
+    """File and line of a registered op's function."""
     code = getattr(function, "__code__", None)
     return f"{file_name(code.co_filename)}:{code.co_firstlineno}" if code else repr(function)
 
 
 def digest_of(text: str) -> str:
-    """A short name for a text."""
+    """A short hash of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def verify(program: HostProgram) -> None:
-    """Check one program: names exist when they are used and are freed once; memory is written, then read.
+    """Check one program: names exist when they are used and are freed once, and memory is written before it is read.
 
-    In particular each work is waited for exactly once, before what it writes is read and before what it reads is
-    written or freed (`buffer_checker.BufferChecker`). Raises AssertionError.
+    Each communication is waited for exactly once, before its result is read and before its operands are written or
+    freed (`buffer_checker.BufferChecker`). Raises AssertionError.
     """
     tensors = [name for name in program.params if name.startswith("v")]
     alive, book = set(tensors), BufferChecker(tensors)
@@ -180,11 +179,10 @@ def _verify_names(instruction: Instruction, found: Effects, alive: set[str]) -> 
 
 
 def verify_together(programs: Sequence[HostProgram]) -> None:
-    """Check that all ranks agree on the order of their communications, in every group and across groups.
+    """Check that all ranks agree on the order of their communications, within every group and across groups.
 
-    A group's collectives come in one order, with equal kinds and sizes. Every message is received. And no rank comes to
-    a communication that another reaches only after one that waits for this rank, even if each waits for all of its
-    ranks.
+    The ranks of a group issue the same collectives in the same order, with equal sizes. Every message is received.
+    There is no deadlock, even if every communication waits for all ranks that take part.
     """
     orders: dict[tuple[int, ...], tuple[int, list[tuple[object, ...]]]] = {}
     sent: dict[tuple[int, int], list[tuple[int, str]]] = {}
@@ -199,7 +197,7 @@ def verify_together(programs: Sequence[HostProgram]) -> None:
             (sent if message.kind == "send" else received).setdefault(ends, []).append(message.payload)
     assert sent == received, "a message is sent and not received, or the other way round"
     _verify_members(orders, programs)
-    _verify_meetings(programs)
+    _verify_no_deadlock(programs)
 
 
 def _collective_orders(program: HostProgram) -> dict[tuple[int, ...], list[tuple[object, ...]]]:
@@ -218,17 +216,17 @@ def _verify_members(orders: Mapping[tuple[int, ...], object], programs: Sequence
         assert all(group in groups_of.get(rank, ()) for rank in group), f"a rank is missing in {group}"
 
 
-def _meetings(program: HostProgram) -> list[tuple[Meeting, int]]:
-    """All that a rank takes part in, in order, and how many ranks come to each.
+def _call_keys(program: HostProgram) -> list[tuple[CallKey, int]]:
+    """The communications of a rank in order, and how many ranks take part in each.
 
-    Before the first message in a group all of its ranks connect, which is a meeting, too.
+    Before the first message in a group all of its ranks connect; that counts as a communication.
     """
     numbers: Counter[object] = Counter()
     known: set[tuple[int, ...]] = set()
-    found: list[tuple[Meeting, int]] = []
+    found: list[tuple[CallKey, int]] = []
     for i in program.instructions:
         if isinstance(i, CommunicationCall):
-            place, size = meeting_place(program.rank, i)
+            place, size = call_channel(program.rank, i)
             if i.group not in known and isinstance(i, SendRecv):
                 found.append(((("connecting", i.group), 1), len(i.group)))
             known.add(i.group)
@@ -237,9 +235,9 @@ def _meetings(program: HostProgram) -> list[tuple[Meeting, int]]:
     return found
 
 
-def _verify_meetings(programs: Sequence[HostProgram]) -> None:
-    """Let all ranks go through their meetings, each of which is over when all have come: all must get to their ends."""
-    left = {program.rank: _meetings(program)[::-1] for program in programs}
+def _verify_no_deadlock(programs: Sequence[HostProgram]) -> None:
+    """Play all programs, with every communication waiting for all its ranks: all programs must reach their ends."""
+    left = {program.rank: _call_keys(program)[::-1] for program in programs}
     waiting: dict[object, list[int]] = {}
     moving = [program.rank for program in programs]
     while moving:
@@ -257,24 +255,25 @@ def _verify_meetings(programs: Sequence[HostProgram]) -> None:
 
 
 def lower_to_host_ir(segmented: SegmentedDefinition, rank: int, digest: str, in_flight: int = IN_FLIGHT) -> HostProgram:
-    """The program of a rank: its kernels, its part in every collective, and the frees of its buffers.
+    """Lower a program for one rank: kernels, its part in every collective, and frees of buffers.
 
-    `in_flight` is the most bytes of communications that are issued before they are needed.
+    `in_flight` limits the bytes of communications that are issued ahead of their use.
     """
     return RankLowering(segmented, rank, digest).run(in_flight)
 
 
 class RankLowering:
-    """What the instructions of all parts of a program are made from.
+    """Lowers a program for one rank; the state that its parts share.
 
-    By value: `names` (for an input that is several values, that of the first one), `readers`, the number of steps and
-    outputs that read it, and `fresh`: it is in memory of its own, so that an only reader may write there. `fusible`
-    tells beside which values each segment's kernel may do the copies.
+    names: the name of each value. An input that is several values has the name of the first.
+    readers: how many statements and outputs read each value.
+    fresh: the values that have memory of their own, which a single reader may overwrite.
+    fusible: by kernel, the values whose packing and unpacking the kernel may do itself.
     """
 
     def __init__(self, segmented: SegmentedDefinition, rank: int, digest: str):
         self.segmented, self.rank, self.digest = segmented, rank, digest
-        # Asked for at every op: looked up once.
+        # Used at every op, so looked up once.
         self.graph: Graph = segmented.resharded.graph
         self.values: Sequence[Value] = segmented.resharded.values
         self.instructions: list[Instruction] = []
@@ -283,10 +282,10 @@ class RankLowering:
         self.readers = _reader_counts(segmented)
         self.fresh = _fresh_values(segmented)
         self.fusible = fusible_parts(segmented)
-        self._spared = fusable_copies(segmented, self.fusible)
+        self._fusable = fusable_copies(segmented, self.fusible)
         self._texts = OpText(rank, self.scalar_text)
         self._costs: dict[tuple[int, int], tuple[float, float]] = {}
-        self._move_texts: dict[Move, tuple[str, str, str]] = {}
+        self._step_texts: dict[Step, tuple[str, str, str]] = {}
 
     def run(self, in_flight: int) -> HostProgram:
         """The whole program, scheduled and with frees."""
@@ -307,7 +306,7 @@ class RankLowering:
         return HostProgram(self.rank, self._params(), tuple(body), outputs, self.digest)
 
     def _name_inputs(self) -> None:
-        """Give an input that is whole on several meshes, a value on each, one name."""
+        """An input that is replicated on several meshes has a value on each; they get one name."""
         first: dict[int, str] = {}
         for v in self.segmented.resharded.inputs:
             self.names[v] = first.setdefault(self.values[v].tensor, self.names[v])
@@ -335,7 +334,7 @@ class RankLowering:
         self.instructions.append(Launch(kernel, params, outputs))
 
     def cost(self, compute: Compute) -> tuple[float, float]:
-        """(operations, bytes read and written at least) of an op on one rank."""
+        """Operations of an op on one rank, and the least bytes that it reads and writes."""
         call = self.graph.nodes[compute.node].call
         key = (id(call), id(compute.placement))
         if key not in self._costs:
@@ -343,7 +342,7 @@ class RankLowering:
         return self._costs[key]
 
     def _kernel_lines(self, part: Segment) -> tuple[list[str], list[tuple[str, SourceLine]]]:
-        """(the ops' lines, with values dropped after their last use; for each line the op and the user's line)."""
+        """The lines of the ops, which drop dead values; and for each line the op and the user's line."""
         dead = dying(part)
         lines: list[str] = []
         origins: list[tuple[str, SourceLine]] = []
@@ -363,69 +362,69 @@ class RankLowering:
         """Python text of a scalar argument."""
         return scalar_text(self.graph, value)
 
-    # moves ----------------------------------------------------------------------------------------------------
+    # reshards -------------------------------------------------------------------------------------------------
 
-    def _communicate(self, steps: Sequence[Set]) -> None:
-        """Lower moves; several at once may be one call."""
-        mine = [s for s in steps if self.rank in s.move.src.mesh or self.rank in s.move.dst.mesh]
-        moves = [self.move_context(s, self.name(s.source), f"v{s.target}", self.is_fresh(s.source)) for s in mine]
-        if len(moves) > 1 and len(moves[0].group) > 1:
-            self.instructions += lower_bucket(moves)
+    def _communicate(self, statements: Sequence[Reshard]) -> None:
+        """Lower reshards that stand together; several may become one call."""
+        mine = [s for s in statements if self.rank in s.step.src.mesh or self.rank in s.step.dst.mesh]
+        contexts = [self.reshard_context(s, self.name(s.source), f"v{s.target}", self.is_fresh(s.source)) for s in mine]
+        if len(contexts) > 1 and len(contexts[0].group) > 1:
+            self.instructions += lower_bucket(contexts)
         else:
-            self.instructions += [made for c in moves for made in lower_move(c)]
+            self.instructions += [made for c in contexts for made in lower_reshard(c)]
 
-    def move_context(self, step: Set, source: str, target: str, fresh: bool) -> MoveContext:
-        """A move on this rank, from a buffer to a new one of these names."""
-        tensor = self.graph.tensors[self.values[step.source].tensor]
-        kind, axes, text = self._move_text(step.move)
-        wire = self.wire(step.move, step.source)
-        about = Communication(kind, axes, tensor.label, wire, step.why, step.line, text)
-        work, is_spared = f"w{step.target}", step.target in self._spared
-        return MoveContext(self.rank, step.move, tensor.type, source, target, about, fresh, work, is_spared)
+    def reshard_context(self, reshard: Reshard, source: str, target: str, fresh: bool) -> ReshardContext:
+        """A reshard on this rank, from one buffer to a new one, by their names."""
+        tensor = self.graph.tensors[self.values[reshard.source].tensor]
+        kind, axes, text = self._step_text(reshard.step)
+        wire = self.wire(reshard.step, reshard.source)
+        about = Communication(kind, axes, tensor.label, wire, reshard.why, reshard.line, text)
+        work, is_fusable = f"w{reshard.target}", reshard.target in self._fusable
+        return ReshardContext(self.rank, reshard.step, tensor.type, source, target, about, fresh, work, is_fusable)
 
-    def _move_text(self, move: Move) -> tuple[str, str, str]:
-        """(kind, axes, text) of a move; worked out once for equal moves."""
-        found = self._move_texts.get(move)
+    def _step_text(self, step: Step) -> tuple[str, str, str]:
+        """Kind, axes and text of a step; computed once for equal steps."""
+        found = self._step_texts.get(step)
         if found is None:
-            found = self._move_texts[move] = (move.kind.value, ",".join(map(str, move.axes)), str(move))
+            found = self._step_texts[step] = (step.kind.value, ",".join(map(str, step.axes)), str(step))
         return found
 
-    def wire(self, move: Move, source: int) -> float:
-        """The bytes that this rank sends in a move of a value."""
-        kind = self.segmented.resharded.type_of(source)
-        return wire_elements(move, kind.shape, self.rank) * kind.dtype.itemsize
+    def wire(self, step: Step, source: int) -> float:
+        """The bytes that this rank sends in a step of a value."""
+        ttype = self.segmented.resharded.type_of(source)
+        return wire_elements(step, ttype.shape, self.rank) * ttype.dtype.itemsize
 
     def is_fresh(self, value: int) -> bool:
-        """Whether a value is in memory that only one reader sees, which may write there."""
+        """Whether a value has memory of its own and one reader, which may overwrite it."""
         return value in self.fresh and self.readers[value] == 1
 
     def new_name(self, name: str, loop: int) -> str:
-        """The name, with the loop's number added if another loop has it already."""
+        """The name, with the loop's number added if it is taken."""
         found = name if name not in self._taken else f"{name}_{loop}"
         self._taken.add(found)
         return found
 
     def is_read_outside(self, loop: ChunkLoop, value: int) -> bool:
-        """Whether a value is read by more than the loop's own steps."""
-        inside = sum(step.inputs.count(value) for step in loop.steps)
+        """Whether anything outside of the loop reads a value."""
+        inside = sum(statement.inputs.count(value) for statement in loop.statements)
         return self.readers.get(value, 0) > inside
 
 
 def _reader_counts(segmented: SegmentedDefinition) -> dict[int, int]:
-    """By value how many ops, moves and outputs read it."""
+    """By value, how many ops, reshards and outputs read it."""
     counts: dict[int, int] = dict.fromkeys(segmented.resharded.outputs, 1)
-    for step in segmented.resharded.steps:
-        for v in step.inputs:
+    for statement in segmented.resharded.statements:
+        for v in statement.inputs:
             counts[v] = counts.get(v, 0) + 1
     return counts
 
 
 def _fresh_values(segmented: SegmentedDefinition) -> set[int]:
-    """The values that are surely in memory of their own: results of ops that sum."""
+    """The values that surely have memory of their own: results of ops that sum."""
     nodes, found = segmented.resharded.graph.nodes, set[int]()
-    known: dict[tuple[int, int], bool] = {}  # of equal calls in equal placements, which are the same objects
+    known: dict[tuple[int, int], bool] = {}  # Equal calls and placements are the same objects.
     for part in segmented.parts:
-        for compute in () if isinstance(part, Set) else part.computes:
+        for compute in () if isinstance(part, Reshard) else part.computes:
             node = nodes[compute.node]
             key = (id(node.call), id(compute.placement))
             if key not in known:
@@ -436,10 +435,10 @@ def _fresh_values(segmented: SegmentedDefinition) -> set[int]:
 
 
 def sums_in_new_memory(op: OpDef, rule: Rule, layouts: Sequence[lay.Layout]) -> bool:
-    """Whether an op sums over what is sharded, and so makes results that share no memory with its operands.
+    """Whether an op sums over sharded dims, so that its results share no memory with its operands.
 
-    `select` sums, too, but a rank that has the index views it. What a user's function returns is not known: it may be
-    its argument where there is one term.
+    Excluded are `select`, which sums, but returns a view on the rank that has the index, and users' functions, which
+    may return their argument.
     """
     if op.is_view or OPS.get(op.name) is not op:
         return False

@@ -34,7 +34,7 @@ def prepared(
     recording = programs.fd.recording
     _check(programs, inputs, line)
     compiled = programs.latest(shapes, line)
-    given = {i: compiled.planned.homes[i] for i in inputs}
+    given = {i: compiled.planned.shardings[i] for i in inputs}
     keeping, found = _cut(compiled.planned, given, gathered)
     if not found.handed_on:
         read = ", ".join(recording.tensors[i].label for i in inputs)

@@ -39,19 +39,19 @@ from .traversal import inner_first
 class ShardedDefinition:
     """A graph with a sharding for every tensor and a placement for every op.
 
-    `homes[t]` is the sharding that tensor t has after its op: its annotation, if it has one. It may be partial.
+    `shardings[t]` is the sharding that tensor t has after its op: its annotation, if it has one. It may be partial.
     """
 
     graph: Graph
     choices: tuple[Choice, ...]
-    homes: Mapping[int, Sharding]
+    shardings: Mapping[int, Sharding]
 
     def verify(self) -> None:
         """Assert that every tensor has a sharding, annotated ones their own, and that every placement fits its op."""
         graph = self.graph
         made = {i for node in graph.nodes for i in node.outputs}
-        assert set(self.homes) == made | set(graph.input_tensors)
-        assert all(self.homes[i] == sharding for i, sharding in graph.annotations.items())
+        assert set(self.shardings) == made | set(graph.input_tensors)
+        assert all(self.shardings[i] == sharding for i, sharding in graph.annotations.items())
         for node, choice in zip(graph.nodes, self.choices, strict=True):
             assert len(choice.placement.operands) == len(node.inputs)
             assert len(choice.placement.results) == len(node.outputs)
@@ -59,10 +59,10 @@ class ShardedDefinition:
     def __str__(self) -> str:
         lines = []
         for i in self.graph.input_tensors:
-            lines.append(f"{self.graph.tensors[i].label}: {self.graph.tensors[i].type} {self.homes[i]}")
+            lines.append(f"{self.graph.tensors[i].label}: {self.graph.tensors[i].type} {self.shardings[i]}")
         for node, choice in zip(self.graph.nodes, self.choices, strict=True):
             made = ", ".join(
-                f"{self.graph.tensors[i].label}: {self.graph.tensors[i].type} {self.homes[i]}" for i in node.outputs
+                f"{self.graph.tensors[i].label}: {self.graph.tensors[i].type} {self.shardings[i]}" for i in node.outputs
             )
             taken = ", ".join(f"t{i} {s}" for i, s in zip(node.inputs, choice.placement.operands, strict=True))
             lines.append(f"{made} = {node.name}({taken})")
@@ -102,11 +102,11 @@ def ends(sharded: ShardedDefinition) -> dict[int, Sharding]:
     A free output that is a sum may be scattered to where the ops that carry it would follow their operands, if that
     takes less time: rows that are looked up in a split table by split indices stay split, by a reduce-scatter.
     """
-    homes = sharded.homes
-    done = {i: homes[i].reduced() for i in sharded.graph.outputs}
-    if any(homes[i].partial for i in done):
+    shardings = sharded.shardings
+    done = {i: shardings[i].reduced() for i in sharded.graph.outputs}
+    if any(shardings[i].partial for i in done):
         tracer = _Tracer(sharded)
-        done = {i: tracer.end(i) if homes[i].partial else end for i, end in done.items()}
+        done = {i: tracer.end(i) if shardings[i].partial else end for i, end in done.items()}
     return done
 
 
@@ -140,15 +140,15 @@ def first_reduced(sharded: ShardedDefinition, left: Mapping[int, Sharding]) -> d
     return {i: _first_reduced(makers.get(i, end), end, types[i].type) for i, end in left.items()}
 
 
-def _first_reduced(made: Sharding, end: Sharding, kind: TensorType) -> Sharding:
-    path = plan(made, end, kind.shape, kind.dtype.itemsize) if made.mesh == end.mesh else None
-    passed = [move.dst for move in path.moves] if path is not None else []
+def _first_reduced(made: Sharding, end: Sharding, ttype: TensorType) -> Sharding:
+    path = plan(made, end, ttype.shape, ttype.dtype.itemsize) if made.mesh == end.mesh else None
+    passed = [step.dst for step in path.steps] if path is not None else []
     return next((place for place in passed if not place.partial), end)
 
 
 def written_out(layers: Folded, short: ShardedDefinition) -> ShardedDefinition:
     """The plan of a program of repeated layers, from that of the same program with most layers left out."""
-    found = ShardedDefinition(layers.whole, *layers.written_out(short.choices, short.homes))
+    found = ShardedDefinition(layers.whole, *layers.written_out(short.choices, short.shardings))
     found.verify()
     return found
 
@@ -157,34 +157,34 @@ class _Tracer:
     """Follows unreduced sums back through the ops that make them."""
 
     def __init__(self, sharded: ShardedDefinition):
-        self.graph, self.homes = sharded.graph, sharded.homes
+        self.graph, self.shardings = sharded.graph, sharded.shardings
         self.makers = {i: (node, place) for node in self.graph.nodes for place, i in enumerate(node.outputs)}
         self._known: dict[int, Sharding] = {}
 
     def end(self, output: int) -> Sharding:
-        home, kind = self.homes[output], self.graph.tensors[output].type
-        targets = [home.reduced(), self._follow(output)]
-        plans = [plan(home, target, kind.shape, kind.dtype.itemsize) for target in targets]
+        sharding, ttype = self.shardings[output], self.graph.tensors[output].type
+        targets = [sharding.reduced(), self._follow(output)]
+        plans = [plan(sharding, target, ttype.shape, ttype.dtype.itemsize) for target in targets]
         seconds = [p.seconds if p is not None else float("inf") for p in plans]
         return targets[1] if seconds[1] < seconds[0] else targets[0]
 
     def _follow(self, tensor: int) -> Sharding:
         """Where a sum would be if its op, and all ops that it carries sums from, followed their operands."""
         for i in inner_first(tensor, self._unknown_sums):
-            self._known[i] = self._followed(i) if self._is_followed(i) else self.homes[i]
+            self._known[i] = self._followed(i) if self._is_followed(i) else self.shardings[i]
         return self._known[tensor]
 
     def _is_followed(self, tensor: int) -> bool:
-        return bool(self.homes[tensor].partial) and tensor in self.makers
+        return bool(self.shardings[tensor].partial) and tensor in self.makers
 
     def _unknown_sums(self, tensor: int) -> list[int]:
         inputs = self.makers[tensor][0].inputs if self._is_followed(tensor) else ()
         return [i for i in inputs if i not in self._known]
 
     def _followed(self, tensor: int) -> Sharding:
-        home, (node, place) = self.homes[tensor], self.makers[tensor]
+        sharding, (node, place) = self.shardings[tensor], self.makers[tensor]
         found = followed({i: self._known[i] for i in node.inputs}, node)[place]
-        return home.reduced() if found is None or found.mesh != home.mesh else found
+        return sharding.reduced() if found is None or found.mesh != sharding.mesh else found
 
 
 # Beyond the end of any program: no choice is final before that.
@@ -208,24 +208,24 @@ LOOK = BeamSettings(width=12, horizon=32, sums=True)
 _NOWHERE: Mapping[int, Sharding] = {}
 
 
-def propagate(graph: Graph, world: DeviceMesh, twice: bool = True) -> ShardedDefinition:
+def propagate(graph: Graph, default_mesh: DeviceMesh, twice: bool = True) -> ShardedDefinition:
     """A sharding for every tensor and a placement for every op.
 
-    `world` is the mesh of a program in which no annotation names one. `twice`: search small programs a second time.
-    Long programs of equal layers are planned by few of their layers (`folding`).
+    `default_mesh` is the mesh of a program in which no annotation names one. `twice`: search small programs a second
+    time. Long programs of equal layers are planned by few of their layers (`folding`).
     """
     fold = repeated_layers(graph)
     if fold is not None:
-        found = Propagation(fold.short, world).first(twice)
+        found = Propagation(fold.short, default_mesh).first(twice)
         if fold.is_steady(found.choices):
             return written_out(fold, found)
-    return Propagation(graph, world).first(twice)
+    return Propagation(graph, default_mesh).first(twice)
 
 
 def total_seconds(done: ShardedDefinition) -> float:
     """The modelled time of a plan, and of the reductions that its outputs still need."""
-    left = [(done.homes[i], end, done.graph.tensors[i].type) for i, end in ends(done).items()]
-    owed = [cheapest((home,), end, t.shape, t.dtype.itemsize) for home, end, t in left]
+    left = [(done.shardings[i], end, done.graph.tensors[i].type) for i, end in ends(done).items()]
+    owed = [cheapest((sharding,), end, t.shape, t.dtype.itemsize) for sharding, end, t in left]
     return sum(choice.seconds for choice in done.choices) + sum(owed)
 
 
@@ -241,16 +241,16 @@ def _runner_up(other: Option) -> RunnerUp:
 class Propagation:
     """The searches over one graph, and the tables that they share."""
 
-    def __init__(self, graph: Graph, world: DeviceMesh):
-        self.graph, self.world, self.order = graph, world, depth_first(graph)
+    def __init__(self, graph: Graph, default_mesh: DeviceMesh):
+        self.graph, self.default_mesh, self.order = graph, default_mesh, depth_first(graph)
         ordered = reordered(graph, self.order)
-        self.meshes = node_meshes(ordered, world)
+        self.meshes = node_meshes(ordered, default_mesh)
         self.roles = Roles(ordered, self.meshes.nodes)
-        self.inputs: dict[int, Available] = {i: (self._input_home(i),) for i in graph.input_tensors}
+        self.inputs: dict[int, Available] = {i: (self._input_sharding(i),) for i in graph.input_tensors}
         self.placed: dict[int, Available] = {i: (sharding,) for i, sharding in graph.annotations.items()}
         self._done: list[tuple[BeamSettings, dict[int, Available], Mapping[int, Sharding], ShardedDefinition]] = []
 
-    def _input_home(self, tensor: int) -> Sharding:
+    def _input_sharding(self, tensor: int) -> Sharding:
         """An input's annotation; inputs without one are whole on every rank."""
         return self.graph.annotations.get(tensor) or self._whole(tensor)
 
@@ -303,7 +303,7 @@ class Propagation:
     def _unheld(self, plan: ShardedDefinition, ends: Mapping[int, Sharding] = _NOWHERE) -> ShardedDefinition:
         """A plan that was made with tensors held, as one of the graph itself; outputs in `ends` stay where held."""
         choices = plan.choices
-        found = ShardedDefinition(self.graph, choices, self._homes(list(choices)) | dict(ends))
+        found = ShardedDefinition(self.graph, choices, self._shardings(list(choices)) | dict(ends))
         found.verify()
         return found
 
@@ -345,8 +345,8 @@ class Propagation:
 
     def _saved(self, tensor: int, held: Available, start: Sharding, need: Sharding) -> float:
         """The seconds that a tensor takes less to where it is needed if it is at `start`, too."""
-        kind = self.graph.tensors[tensor].type
-        slow, fast = (cheapest(there, need, kind.shape, kind.dtype.itemsize) for there in (held, (*held, start)))
+        ttype = self.graph.tensors[tensor].type
+        slow, fast = (cheapest(there, need, ttype.shape, ttype.dtype.itemsize) for there in (held, (*held, start)))
         return slow - fast
 
     def _wanted(self, asked: Mapping[int, Sharding], plainly: bool) -> dict[int, Available]:
@@ -363,13 +363,13 @@ class Propagation:
     def _plan(self, ordered: list[Decision]) -> ShardedDefinition:
         decided = dict(zip(self.order, ordered, strict=True))
         choices = [_choice(decided[node.id]) for node in self.graph.nodes]
-        found = ShardedDefinition(self.graph, tuple(choices), self._homes(choices))
+        found = ShardedDefinition(self.graph, tuple(choices), self._shardings(choices))
         found.verify()
         return found
 
-    def _homes(self, choices: list[Choice]) -> dict[int, Sharding]:
+    def _shardings(self, choices: list[Choice]) -> dict[int, Sharding]:
         """Every tensor's sharding after its op: its annotation, or as the op makes it."""
-        homes = {i: available[0] for i, available in self.inputs.items()}
+        shardings = {i: available[0] for i, available in self.inputs.items()}
         for node, choice in zip(self.graph.nodes, choices, strict=True):
-            homes.update(zip(node.outputs, choice.placement.results, strict=True))
-        return homes | dict(self.graph.annotations)
+            shardings.update(zip(node.outputs, choice.placement.results, strict=True))
+        return shardings | dict(self.graph.annotations)

@@ -1,4 +1,4 @@
-"""From a sharded definition to one with a `Set` wherever a tensor is needed otherwise than it lies."""
+"""Inserts a `Reshard` wherever an op needs a tensor in another sharding than it has."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .propagation import ShardedDefinition, ends
 from .reshard.borders import Borders
 from .reshard.order import Before, before
 from .reshard.prices import Price, price
-from .reshard.search import Path, plan
-from .reshard.steps import Move, MoveKind, travels
+from .reshard.search import ReshardPlan, plan
+from .reshard.steps import Step, StepKind, travels
 from .sharding.value import Sharding
 
 
@@ -37,7 +37,7 @@ class Value:
 @quickly_made
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """One op in its placement. It reads and makes values, by number."""
+    """One op in its placement. It reads and makes values, given by their numbers."""
 
     node: int
     placement: Placement
@@ -47,47 +47,47 @@ class Compute:
 
 @quickly_made
 @dataclass(frozen=True, slots=True)
-class Set:
-    """One move of a reshard: from one value of a tensor to another.
+class Reshard:
+    """One step of a tensor from one sharding to another: it makes a value from a value.
 
-    `why` says who asked for it, at `line`. If `node` is given, the move does that op's work (a slice or pad of a
-    sharded dim), and its target is a value of the op's result.
+    `why` and `line` say which op or annotation needs it. If `node` is set, the step does the work of that op (a slice
+    or pad of a sharded dim), and the target is a value of the op's result.
     """
 
     source: int
     target: int
-    move: Move
+    step: Step
     why: str
     line: SourceLine
     node: int | None = None
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The value that is moved; steps of all kinds have this."""
+        """The source, as a tuple: all statements have `inputs`."""
         return (self.source,)
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The value that is made; steps of all kinds have this."""
+        """The target, as a tuple: all statements have `outputs`."""
         return (self.target,)
 
 
-Step = Compute | Set
+Statement = Compute | Reshard
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def shard_bytes(sharding: Sharding, kind: TensorType) -> int:
+def shard_bytes(sharding: Sharding, ttype: TensorType) -> int:
     """Bytes of the largest shard of a tensor."""
-    return sharding.max_local_numel(kind.shape) * kind.dtype.itemsize
+    return sharding.max_local_numel(ttype.shape) * ttype.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardedDefinition:
-    """Ops and moves in order; every op reads and makes values in exactly the shardings of its placement."""
+    """Ops and reshards in order; every op reads and makes values in exactly the shardings of its placement."""
 
     sharded: ShardedDefinition
     values: tuple[Value, ...]
-    steps: tuple[Step, ...]
+    statements: tuple[Statement, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
@@ -104,88 +104,92 @@ class ReshardedDefinition:
         found = self.values[value]
         return shard_bytes(found.sharding, self.graph.tensors[found.tensor].type)
 
-    def price(self, step: Set) -> Price:
-        """A move's modelled seconds, and the bytes that it sends."""
-        kind = self.type_of(step.source)
-        return price(step.move, kind.shape, kind.dtype.itemsize)
+    def price(self, reshard: Reshard) -> Price:
+        """The modelled seconds of a reshard, and the bytes that it sends."""
+        ttype = self.type_of(reshard.source)
+        return price(reshard.step, ttype.shape, ttype.dtype.itemsize)
 
-    def seconds(self, step: Set) -> float:
-        """The modelled time of a move."""
-        return self.price(step).seconds
+    def seconds(self, reshard: Reshard) -> float:
+        """The modelled time of a reshard."""
+        return self.price(reshard).seconds
 
-    def name_of(self, step: Step) -> str:
-        """The name of a step's op, or the kind of its move."""
-        return self.graph.nodes[step.node].name if isinstance(step, Compute) else step.move.kind.value
-
-    @property
-    def moves(self) -> tuple[Set, ...]:
-        """All moves but slices, in order."""
-        return tuple(s for s in self.steps if isinstance(s, Set) and s.move.kind is not MoveKind.SLICE)
+    def name_of(self, statement: Statement) -> str:
+        """The name of the op, or the kind of the step."""
+        return self.graph.nodes[statement.node].name if isinstance(statement, Compute) else statement.step.kind.value
 
     @property
-    def collectives(self) -> tuple[Set, ...]:
-        """The moves in which something travels between ranks, in order."""
-        return tuple(s for s in self.moves if travels(s.move, self.graph.shape(self.values[s.source].tensor)))
+    def reshards(self) -> tuple[Reshard, ...]:
+        """All reshards except slices, in order."""
+        return tuple(s for s in self.statements if isinstance(s, Reshard) and s.step.kind is not StepKind.SLICE)
+
+    @property
+    def collectives(self) -> tuple[Reshard, ...]:
+        """The reshards that send something, in order."""
+        return tuple(s for s in self.reshards if travels(s.step, self.graph.shape(self.values[s.source].tensor)))
 
     def read(self) -> set[int]:
-        """The values that some step reads, or that are outputs."""
-        return {value for step in self.steps for value in step.inputs}.union(self.outputs)
+        """The values that a statement reads or the program returns."""
+        return {value for statement in self.statements for value in statement.inputs}.union(self.outputs)
 
     def without_unread(self) -> ReshardedDefinition:
-        """The same without moves whose result nobody reads."""
-        read, kept = set(self.outputs), list[Step]()
-        for step in reversed(self.steps):
-            if isinstance(step, Compute) or step.target in read:
-                kept.append(step)
-                read.update(step.inputs)
-        return replace(self, steps=tuple(reversed(kept)))
+        """The same without reshards whose result is not read."""
+        read, kept = set(self.outputs), list[Statement]()
+        for statement in reversed(self.statements):
+            if isinstance(statement, Compute) or statement.target in read:
+                kept.append(statement)
+                read.update(statement.inputs)
+        return replace(self, statements=tuple(reversed(kept)))
 
     def verify(self) -> None:
-        """Assert that every value is made once, before it is read, and that moves fit the shardings of their values.
+        """Assert that every value is made once, before it is read, and that steps fit the shardings of their values.
 
-        What is moved is read.
+        The result of every reshard is read.
         """
         known, shardings = set(self.inputs), [value.sharding for value in self.values]
-        assert self.read().issuperset([step.target for step in self.steps if isinstance(step, Set)])
-        for step in self.steps:
-            assert known.issuperset(step.inputs) and known.isdisjoint(step.outputs)
-            known.update(step.outputs)
-            if isinstance(step, Set):
-                assert shardings[step.source] is step.move.src and shardings[step.target] is step.move.dst
+        assert self.read().issuperset(
+            [statement.target for statement in self.statements if isinstance(statement, Reshard)]
+        )
+        for statement in self.statements:
+            assert known.issuperset(statement.inputs) and known.isdisjoint(statement.outputs)
+            known.update(statement.outputs)
+            if isinstance(statement, Reshard):
+                assert (
+                    shardings[statement.source] is statement.step.src
+                    and shardings[statement.target] is statement.step.dst
+                )
             else:
-                assert tuple([shardings[v] for v in step.inputs]) == step.placement.operands
-                assert tuple([shardings[v] for v in step.outputs]) == step.placement.results
+                assert tuple([shardings[v] for v in statement.inputs]) == statement.placement.operands
+                assert tuple([shardings[v] for v in statement.outputs]) == statement.placement.results
         assert known.issuperset(self.outputs)
         assert not any(shardings[v].partial for v in self.outputs)
 
     def __str__(self) -> str:
         graph, lines = self.graph, []
-        for step in self.steps:
-            if isinstance(step, Set):
-                tensor = graph.tensors[self.values[step.source].tensor]
-                text = f"v{step.target} = set v{step.source} {tensor.label}: {step.move}"
-                lines.append(f"{text}  # {step.why} {step.line}")
+        for statement in self.statements:
+            if isinstance(statement, Reshard):
+                tensor = graph.tensors[self.values[statement.source].tensor]
+                text = f"v{statement.target} = set v{statement.source} {tensor.label}: {statement.step}"
+                lines.append(f"{text}  # {statement.why} {statement.line}")
             else:
-                made = ", ".join(f"v{v} {self.values[v].sharding}" for v in step.outputs)
-                node = graph.nodes[step.node]
-                lines.append(f"{made} = {node.name}({', '.join(f'v{v}' for v in step.inputs)})  # {node.line}")
+                made = ", ".join(f"v{v} {self.values[v].sharding}" for v in statement.outputs)
+                node = graph.nodes[statement.node]
+                lines.append(f"{made} = {node.name}({', '.join(f'v{v}' for v in statement.inputs)})  # {node.line}")
         return "\n".join([*lines, "return " + ", ".join(f"v{v}" for v in self.outputs)])
 
     def fingerprint(self) -> str:
         """A text that is equal only for equal definitions.
 
-        An op or move that repeats is written once and then numbered.
-
-        (The `str` of a large definition would take a fifth of its compilation.)
+        Ops and steps that repeat are written once and numbered: the `str` of a large definition would take a fifth of
+        the time of compiling it.
         """
         known: dict[tuple[int, int], int] = {}
         numbers: dict[str, int] = {}
         lines, nodes = [], self.graph.nodes
-        for step in self.steps:
+        for statement in self.statements:
             what, how, ids = (
-                (nodes[step.node].call, step.placement, f"{step.inputs}{step.outputs}")
-                if isinstance(step, Compute)
-                else (self.type_of(step.source), step.move, f"{step.source}>{step.target}")
+                (nodes[statement.node].call, statement.placement, f"{statement.inputs}{statement.outputs}")
+                if isinstance(statement, Compute)
+                else (self.type_of(statement.source), statement.step, f"{statement.source}>{statement.target}")
             )
             key = (id(what), id(how))
             number = known.get(key)
@@ -197,17 +201,18 @@ class ReshardedDefinition:
 
 @dataclass(slots=True)
 class _Inserter:
-    """The values and steps so far.
+    """The values and statements so far.
 
-    `by_tensor` has each tensor's values, the first one made in front. `before` tells what to make of a tensor first, on
-    the way to another of its shardings. Of the tensors in `unread` nobody reads what an annotation asks for.
+    by_tensor: the values of each tensor, in the order in which they are made.
+    before: for a sharding of a tensor, another one to make first, on the way.
+    unread: tensors whose annotated value is not read.
     """
 
     sharded: ShardedDefinition
     borders: Borders | None = None
     unread: frozenset[int] = frozenset()
     values: list[Value] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    statements: list[Statement] = field(default_factory=list)
     by_tensor: dict[int, list[Value]] = field(default_factory=dict)
     inputs: list[int] = field(default_factory=list)
     before: Before = field(default_factory=dict)
@@ -216,13 +221,13 @@ class _Inserter:
         graph, targets = self.sharded.graph, ends(self.sharded)
         self.before = before(self.sharded, targets)
         for i in graph.input_tensors:
-            home = self.sharded.homes[i]
-            self.inputs.append(self._new(i, home if self.borders is None else self.borders.passed(i, home)))
+            sharding = self.sharded.shardings[i]
+            self.inputs.append(self._new(i, sharding if self.borders is None else self.borders.passed(i, sharding)))
         for node, choice in zip(graph.nodes, self.sharded.choices, strict=True):
             self._compute(node, choice.placement)
         outputs = [self._output(i, targets[i]) for i in graph.outputs]
-        values, steps = tuple(self.values), tuple(self.steps)
-        return ReshardedDefinition(self.sharded, values, steps, tuple(self.inputs), tuple(outputs))
+        values, statements = tuple(self.values), tuple(self.statements)
+        return ReshardedDefinition(self.sharded, values, statements, tuple(self.inputs), tuple(outputs))
 
     def _new(self, tensor: int, sharding: Sharding) -> int:
         values = self.values
@@ -238,11 +243,11 @@ class _Inserter:
     def _compute(self, node: Node, placement: Placement) -> None:
         inputs = tuple([self._operand(node, place, s) for place, s in enumerate(placement.operands)])
         outputs = tuple(map(self._new, node.outputs, placement.results))
-        if placement.move is not None:
+        if placement.step is not None:
             why = f"{node.name} of a sharded dim"
-            self.steps.append(Set(inputs[0], outputs[0], placement.move, why, node.line, node.id))
+            self.statements.append(Reshard(inputs[0], outputs[0], placement.step, why, node.line, node.id))
         else:
-            self.steps.append(Compute(node.id, placement, inputs, outputs))
+            self.statements.append(Compute(node.id, placement, inputs, outputs))
         graph = self.sharded.graph
         for i in node.outputs:
             if i in graph.annotations and i not in self.unread:
@@ -260,12 +265,12 @@ class _Inserter:
         return self.need(tensor, end, "output", made.line)
 
     def need(self, tensor: int, sharding: Sharding, why: str, line: SourceLine) -> int:
-        """The number of the value of a tensor in a sharding; made from the nearest one if it is not there."""
+        """The value of a tensor in a sharding, by number; made from the nearest one if there is none yet."""
         there = self._there(tensor, sharding)
         return self._brought(tensor, sharding, why, line) if there is None else there
 
     def _brought(self, tensor: int, sharding: Sharding, why: str, line: SourceLine) -> int:
-        """A new value of a tensor in a sharding."""
+        """Make the value of a tensor in a sharding."""
         first = self.before.get((tensor, sharding))
         if first is not None:
             self.need(tensor, *first)
@@ -275,23 +280,23 @@ class _Inserter:
         return self._move(value, found, why, line)
 
     def _there(self, tensor: int, sharding: Sharding) -> int | None:
-        """The number of the value of a tensor in a sharding, if there is one."""
+        """The value of a tensor in a sharding, by number, if there is one."""
         for value in self.by_tensor[tensor]:
             if value.sharding is sharding:
                 return value.id
         return None
 
-    def _nearest(self, tensor: int, sharding: Sharding) -> tuple[Value, Path]:
-        kind = self.sharded.graph.tensors[tensor].type
-        plans = [(v, plan(v.sharding, sharding, kind.shape, kind.dtype.itemsize)) for v in self.by_tensor[tensor]]
+    def _nearest(self, tensor: int, sharding: Sharding) -> tuple[Value, ReshardPlan]:
+        ttype = self.sharded.graph.tensors[tensor].type
+        plans = [(v, plan(v.sharding, sharding, ttype.shape, ttype.dtype.itemsize)) for v in self.by_tensor[tensor]]
         return min(((v, p) for v, p in plans if p is not None), key=lambda entry: entry[1].seconds)
 
-    def _move(self, value: Value, found: Path, why: str, line: SourceLine) -> int:
-        for move in found.moves:
-            existing = next((v for v in self.by_tensor[value.tensor] if v.sharding == move.dst), None)
+    def _move(self, value: Value, found: ReshardPlan, why: str, line: SourceLine) -> int:
+        for step in found.steps:
+            existing = next((v for v in self.by_tensor[value.tensor] if v.sharding == step.dst), None)
             if existing is None:
-                existing = self.values[self._new(value.tensor, move.dst)]
-                self.steps.append(Set(value.id, existing.id, move, why, line))
+                existing = self.values[self._new(value.tensor, step.dst)]
+                self.statements.append(Reshard(value.id, existing.id, step, why, line))
             value = existing
         return value.id
 
@@ -302,15 +307,15 @@ class _Inserter:
         return tensor in graph.input_tensors and tensor not in graph.annotations
 
     def _reuse_input(self, tensor: int, mesh: DeviceMesh) -> None:
-        """Add an input's value on this mesh: one without an annotation is passed whole on every rank of every mesh."""
+        """Add the value of an input on this mesh: without an annotation, every rank is given the whole tensor."""
         self.inputs.append(self._new(tensor, Sharding.replicated(mesh, len(self.sharded.graph.shape(tensor)))))
 
 
 def insert_resharding(sharded: ShardedDefinition, borders: Borders | None = None) -> ReshardedDefinition:
-    """Put in the moves that the placements need: each reshard by its cheapest path, equal moves once.
+    """Insert the reshards that the placements need, each by the cheapest plan; equal ones are made once.
 
-    `borders` tells how inputs are passed and outputs returned, where they are DTensors. A tensor is not brought to its
-    annotation if all its readers take it from where its op makes it.
+    `borders` says how DTensors are passed and returned. A tensor is not resharded to its annotation if no reader needs
+    it there.
     """
     found = _Inserter(sharded, borders).run()
     unread = _unread(found)
@@ -318,7 +323,7 @@ def insert_resharding(sharded: ShardedDefinition, borders: Borders | None = None
 
 
 def _unread(found: ReshardedDefinition) -> frozenset[int]:
-    """The tensors that are moved to where nobody reads them."""
+    """The tensors that have a resharded value that is not read."""
     read = found.read()
-    moved = [step.target for step in found.steps if isinstance(step, Set)]
+    moved = [statement.target for statement in found.statements if isinstance(statement, Reshard)]
     return frozenset([found.values[value].tensor for value in moved if value not in read])

@@ -10,7 +10,7 @@ import torch
 
 import meshfuse as mf
 from meshfuse.host_ir import HostProgram
-from meshfuse.lowering.instructions import Deal, Flatten, Instruction, Join, Own, Pack, Put, Reduce
+from meshfuse.lowering.instructions import Copy, Instruction, Reduce
 
 LINE = mf.DeviceMesh((2,), ("tp",))
 Dims = Sequence[Any]
@@ -75,8 +75,4 @@ def copies(program: HostProgram) -> list[Instruction]:
 
 
 def _copies(ins: Instruction) -> bool:
-    if isinstance(ins, (Reduce, Put, Deal, Flatten)):
-        return True
-    if isinstance(ins, Pack):
-        return "[:, " in ins.source() or "M.cat" in ins.source()
-    return (isinstance(ins, Join) and not ins.is_view) or (isinstance(ins, Own) and not ins.fresh)
+    return isinstance(ins, Reduce) or (isinstance(ins, Copy) and not ins.aliases)

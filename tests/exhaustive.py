@@ -60,34 +60,34 @@ class Exhaustive:
 
     def run(self) -> float | None:
         graph = self.graph
-        homes = {i: (graph.annotations.get(i) or Sharding.replicated(self.mesh, len(graph.shape(i))),)
+        shardings = {i: (graph.annotations.get(i) or Sharding.replicated(self.mesh, len(graph.shape(i))),)
                  for i in graph.input_tensors}  # fmt: skip
-        self._go_on(0, 0.0, 0.0, homes)
+        self._go_on(0, 0.0, 0.0, shardings)
         return self.best
 
-    def _go_on(self, at: int, moving: float, computing: float, homes: Homes) -> None:
+    def _go_on(self, at: int, moving: float, computing: float, shardings: Homes) -> None:
         if at == len(self.graph.nodes):
-            moving += sum([self._to_the_end(i, homes[i]) for i in self.graph.outputs])
+            moving += sum([self._to_the_end(i, shardings[i]) for i in self.graph.outputs])
             if MOVES * moving + computing < self.limit:
                 self.limit, self.best = MOVES * moving + computing, moving
             return
-        cost, state = MOVES * moving + computing, (at, frozenset(homes.items()))
+        cost, state = MOVES * moving + computing, (at, frozenset(shardings.items()))
         if self._seen.get(state, math.inf) <= cost:
             return
         self._seen[state] = cost
         for more, work, then in sorted(
-            self._ways(self.graph.nodes[at], homes), key=lambda way: MOVES * way[0] + way[1]
+            self._ways(self.graph.nodes[at], shardings), key=lambda way: MOVES * way[0] + way[1]
         ):
             if cost + MOVES * more + work >= self.limit:
                 return
             self._go_on(at + 1, moving + more, computing + work, self._read_later(at, then))
 
-    def _ways(self, node: Node, homes: Homes) -> Iterator[tuple[float, float, Homes]]:
+    def _ways(self, node: Node, shardings: Homes) -> Iterator[tuple[float, float, Homes]]:
         """(seconds of moves, of computation, where everything then is), for each placement."""
-        held = [homes[i] for i in node.inputs]
+        held = [shardings[i] for i in node.inputs]
         carry = carries(node.call, node.rule, held) if any(s.partial for here in held for s in here) else None
         for placement in (*self._placed(node, NO_CARRY), *(self._placed(node, carry) if carry else ())):
-            moving, then = 0.0, dict(homes)
+            moving, then = 0.0, dict(shardings)
             for i, need in zip(node.inputs, placement.operands, strict=True):
                 moving += self._cheapest(i, then[i], need)
                 then[i] = then[i] if need in then[i] else (*then[i], need)
@@ -114,6 +114,6 @@ class Exhaustive:
         said = self.graph.annotations.get(tensor)
         return min([self._cheapest(tensor, here, end) for end in ([said] if said else [s.reduced() for s in here])])
 
-    def _read_later(self, at: int, homes: Homes) -> Homes:
+    def _read_later(self, at: int, shardings: Homes) -> Homes:
         later = {i for node in self.graph.nodes[at + 1 :] for i in node.inputs}.union(self.graph.outputs)
-        return {i: here for i, here in homes.items() if i in later}
+        return {i: here for i, here in shardings.items() if i in later}

@@ -19,13 +19,13 @@ WORLD = mf.DeviceMesh([0])
 NOWHERE = SourceLine("", 0, "", "")
 
 
-def propagate(graph: Graph, world: mf.DeviceMesh) -> ShardedDefinition:
+def propagate(graph: Graph, default_mesh: mf.DeviceMesh) -> ShardedDefinition:
     """As compilation does it, with the forms that the graph's ops have."""
-    return searched_far(searched(propagate_once(graph, world), world), world)
+    return searched_far(searched(propagate_once(graph, default_mesh), default_mesh), default_mesh)
 
 
-def same_homes(a: ShardedDefinition, b: ShardedDefinition) -> None:
-    different = {i: f"{a.homes[i]} and {b.homes[i]}" for i in a.homes if a.homes[i] != b.homes[i]}
+def same_shardings(a: ShardedDefinition, b: ShardedDefinition) -> None:
+    different = {i: f"{a.shardings[i]} and {b.shardings[i]}" for i in a.shardings if a.shardings[i] != b.shardings[i]}
     assert not different, f"{different}\n{a}\n\n{b}"
 
 
@@ -37,7 +37,7 @@ def same_placements(a: ShardedDefinition, b: ShardedDefinition) -> None:
 def deterministic(done: ShardedDefinition, _: int) -> None:
     twin = propagate(done.graph, WORLD)
     assert str(twin) == str(done)
-    same_homes(done, twin)
+    same_shardings(done, twin)
     same_placements(done, twin)
 
 
@@ -51,10 +51,10 @@ def chosen(done: ShardedDefinition) -> dict[int, Sharding]:
 
     Those of inputs are left out where there are several meshes: to say where an input is takes it from the others.
     """
-    meshes = {sharding.mesh for sharding in done.homes.values()}
+    meshes = {sharding.mesh for sharding in done.shardings.values()}
     inputs = set(done.graph.input_tensors) if len(meshes) > 1 else set()
-    free = set(done.homes) - set(done.graph.annotations) - inputs
-    return {i: done.homes[i] for i in sorted(free) if not done.homes[i].partial}
+    free = set(done.shardings) - set(done.graph.annotations) - inputs
+    return {i: done.shardings[i] for i in sorted(free) if not done.shardings[i].partial}
 
 
 def annotated_with_all(done: ShardedDefinition, _: int) -> ShardedDefinition:
@@ -102,8 +102,8 @@ def renaming_axes_commutes(done: ShardedDefinition, _: int) -> None:
     }  # fmt: skip
     twin = propagate(dataclasses.replace(graph, annotations=annotations, reductions=reductions), WORLD)
     different = {
-        i: f"{home} and {twin.homes[i]}" for i, home in done.homes.items()
-        if (renamed(home) if home.mesh != WORLD else home) != twin.homes[i]
+        i: f"{home} and {twin.shardings[i]}" for i, home in done.shardings.items()
+        if (renamed(home) if home.mesh != WORLD else home) != twin.shardings[i]
     }  # fmt: skip
     assert not different, f"{different}\n{done}\n\n{twin}"
 
@@ -125,7 +125,7 @@ def shuffled(graph: Graph, seed: int) -> Graph:
 
 
 def permuting_independent_ops_commutes(done: ShardedDefinition, seed: int) -> None:
-    same_homes(done, propagate(shuffled(done.graph, seed), WORLD))
+    same_shardings(done, propagate(shuffled(done.graph, seed), WORLD))
 
 
 Law = Callable[[ShardedDefinition, int], None]

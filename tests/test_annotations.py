@@ -92,10 +92,10 @@ def program(annotate: Annotate, when: str) -> tuple[mf.FusionDefinition, mf.Tens
 def test_every_form_gives_the_same_sharding(form: str, when: str) -> None:
     fd, _ = program(FORMS[form], when)
     plain, _ = program(FORMS["names"], "before")
-    assert fd.latest().sharded.homes == plain.latest().sharded.homes
+    assert fd.latest().sharded.shardings == plain.latest().sharded.shardings
     assert [c.placement for c in fd.latest().sharded.choices] == [c.placement for c in plain.latest().sharded.choices]
     wanted = mf.Sharding(MESH, ((Split(2, "dp"),), (Split(4, "tp"),)))
-    assert fd.latest().sharded.homes[0] == wanted
+    assert fd.latest().sharded.shardings[0] == wanted
     x = torch.randn(8, 16)
     torch.testing.assert_close(fd.simulate([x])[0], x.exp().sum(1))
 
@@ -107,7 +107,7 @@ def test_not_split() -> None:
         lambda fd, t: fd.shard(t, [Replicate(), Replicate()], MESH),
     ):
         fd, _ = program(annotate, "after")
-        assert fd.latest().sharded.homes[0] == mf.Sharding.replicated(MESH, 2)
+        assert fd.latest().sharded.shardings[0] == mf.Sharding.replicated(MESH, 2)
 
 
 def test_two_axes_on_a_dim_in_either_order_and_inner_splits() -> None:
@@ -135,7 +135,7 @@ def test_streams_place_nothing() -> None:
         t.swizzle1d(0, X)
 
     fd, _ = program(annotate, "after")
-    assert fd.latest().sharded.homes[0] == mf.Sharding.replicated(MESH, 2)
+    assert fd.latest().sharded.shardings[0] == mf.Sharding.replicated(MESH, 2)
 
 
 @pytest.fixture

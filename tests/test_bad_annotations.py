@@ -282,7 +282,7 @@ def test_axes_named_as_parallel_types_print_are_other_axes(names: tuple[str, str
     x.set_device_mesh(mf.DeviceMesh((2, 4), names))
     x.outer_split(0, 4)
     x.axis(0).parallelize(ParallelType.mesh_x)
-    assert str(fd.compile().sharded.homes[0]) == f"[{names[1]}, -]"
+    assert str(fd.compile().sharded.shardings[0]) == f"[{names[1]}, -]"
 
 
 @pytest.mark.parametrize("mesh", [None, "dp", 3.5, object, {}, [0, "a"], [0, 0]], ids=str)

@@ -524,7 +524,7 @@ def test_a_script_keeps_nothing_under_a_name_that_is_the_definitions_own(above: 
     made, settable = above(), {"max_memory", "max_wire", "fec", "ke"}
     own = {*vars(made), *(name for name in dir(above) if isinstance(getattr(above, name), property))}
     names = {name for name in own if not name.startswith("_")} - settable
-    assert {"inputs", "nodes", "history", "annotations"} <= names
+    assert {"recording", "ops", "fusion"} <= names
     for name in sorted(names):
         for value in (3, [1, 2], [made.define_tensor([2])], None):
             raises(f"fd.{name} = ...: found a name that", lambda n=name, v=value: setattr(above(), n, v))

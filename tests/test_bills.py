@@ -77,11 +77,11 @@ def seconds_on(fd: mf.FusionDefinition, mesh: mf.DeviceMesh) -> float:
     """The time that the moves of a plan for other links take on this mesh."""
     compiled = fd.compile()
     total = 0.0
-    for step in compiled.resharded.collectives:
-        kind = compiled.graph.tensors[compiled.resharded.values[step.source].tensor].type
-        src, dst = (Sharding(mesh, s.dims, s.partial, s.reduce) for s in (step.move.src, step.move.dst))
-        move = dataclasses.replace(step.move, src=src, dst=dst)
-        total += price(move, kind.shape, kind.dtype.itemsize).seconds
+    for reshard in compiled.resharded.collectives:
+        kind = compiled.graph.tensors[compiled.resharded.values[reshard.source].tensor].type
+        src, dst = (Sharding(mesh, s.dims, s.partial, s.reduce) for s in (reshard.step.src, reshard.step.dst))
+        step = dataclasses.replace(reshard.step, src=src, dst=dst)
+        total += price(step, kind.shape, kind.dtype.itemsize).seconds
     return total
 
 

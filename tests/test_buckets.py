@@ -89,7 +89,7 @@ def test_steps_are_put_in_another_order_and_no_more(layers):
         fd.add_output(fd.ops.sum(y))
     resharded = fd.compile().resharded
     order = bucket_collectives(resharded)
-    assert sorted(map(str, order.steps)) == sorted(map(str, resharded.steps))
+    assert sorted(map(str, order.statements)) == sorted(map(str, resharded.statements))
     order.verify()
 
 

@@ -13,9 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfuse.executor import buffers
-from meshfuse.executor.buffers import Plain, Pooled
-from meshfuse.runtime import scratch
+from meshfuse.runtime import buffers, scratch
+from meshfuse.runtime.buffers import Plain, Pooled
 from meshfuse.runtime.scratch import Scratch
 
 HOLDERS: dict[str, Any] = {

@@ -27,9 +27,9 @@ def remembered(rank: int, calls: list[Call]) -> Calls:
     return found
 
 
-def differ(one: int, other: int, told: dict[int, list[Call]]) -> bool:
+def differ(one: int, other: int, summaries: dict[int, list[Call]]) -> bool:
     """Whether two ranks made other calls together, by plain lists."""
-    common = [[name for ranks, name in told[rank] if one in ranks and other in ranks] for rank in (one, other)]
+    common = [[name for ranks, name in summaries[rank] if one in ranks and other in ranks] for rank in (one, other)]
     return common[0] != common[1]
 
 
@@ -51,7 +51,7 @@ def test_ranks_differ_where_two_of_them_made_other_calls_together(seed: int) -> 
     known = {rank: remembered(rank, made[rank]) for rank in made}
     for ranks in GROUPS:
         wrong = [pair for pair in itertools.combinations(ranks, 2) if differ(*pair, made)]
-        found = first_difference(ranks, [known[rank].told(ranks) for rank in ranks])
+        found = first_difference(ranks, [known[rank].summary(ranks) for rank in ranks])
         assert bool(found) == bool(wrong), (ranks, wrong, found)
         if found:
             assert tuple(sorted(found[:2])) in wrong or any(odd in pair for pair in wrong)
@@ -63,9 +63,9 @@ def test_ranks_differ_where_two_of_them_made_other_calls_together(seed: int) -> 
 def test_calls_of_some_ranks_are_compared_by_their_own_number() -> None:
     """Whatever they do with others in between."""
     calls, both, every = Calls(0, 4), (0, 1), (0, 1, 2, 3)
-    told = [(calls.add(both, "a"), *(calls.add(every, "b") for _ in range(3))) for _ in range(8)]
-    assert [number for number, (own, *_) in enumerate(told, 1) if own] == [4, 8]
-    together = [due for _, *others in told for due in others]
+    summaries = [(calls.add(both, "a"), *(calls.add(every, "b") for _ in range(3))) for _ in range(8)]
+    assert [number for number, (own, *_) in enumerate(summaries, 1) if own] == [4, 8]
+    together = [due for _, *others in summaries for due in others]
     assert [number for number, due in enumerate(together, 1) if due] == [4, 8, 16]
 
 
@@ -74,7 +74,7 @@ def test_a_call_costs_one_line_where_all_programs_are_on_all_ranks() -> None:
     for _ in range(10):
         calls.add(tuple(range(1000)), "a")
     assert len(calls._common) == 1 and calls.text(7).count("\n") == 9
-    assert calls.told(range(1000)) == Calls.told(remembered_by(7, calls), range(1000))
+    assert calls.summary(range(1000)) == Calls.summary(remembered_by(7, calls), range(1000))
 
 
 def remembered_by(rank: int, other: Calls) -> Calls:

@@ -70,10 +70,10 @@ class Member(World):
     def __init__(self, team: Team, rank: int):
         super().__init__(Environment(), 60.0)
         self.rank, self.size = rank, team.size
-        self.meetings = MeetingsOfThreads(self, team)
+        self.rendezvous = RendezvousOfThreads(self, team)
 
 
-class MeetingsOfThreads(Rendezvous):
+class RendezvousOfThreads(Rendezvous):
     def __init__(self, world: World, team: Team):
         super().__init__(world)
         self.team = team

@@ -22,7 +22,7 @@ from meshfuse import costs
 from meshfuse.lowering.durations import CostModel
 from meshfuse.reshard.prices import link_over, price
 from meshfuse.reshard.search import plan
-from meshfuse.reshard.steps import MoveKind
+from meshfuse.reshard.steps import StepKind
 from meshfuse.sharding import Sharding, Split
 from meshfuse.testing import meshes, shardings
 
@@ -179,7 +179,7 @@ def _gathered(ranks: Sequence[int], more: dict[str, Any]) -> str:
         fd.mesh_split(x, mesh, [None, "tp"])
         fd.mesh_split(y, mesh, [None, None])
     compiled = fd.compile()
-    used = {s.mesh for s in compiled.sharded.homes.values() if s.mesh.ranks == mesh.ranks}
+    used = {s.mesh for s in compiled.sharded.shardings.values() if s.mesh.ranks == mesh.ranks}
     assert used
     return f"{CostModel.of(used)} {[m.linked for m in used]}"
 
@@ -234,26 +234,26 @@ def unreduced(mesh: mf.DeviceMesh, ndim: int) -> Sharding:
     return Sharding(mesh, ((),) * ndim, [Split(n, a) for a, n in zip(mesh.names, mesh.shape, strict=True)], "sum")
 
 
-def kinds(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> list[tuple[MoveKind, str]]:
+def kinds(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> list[tuple[StepKind, str]]:
     found = plan(src, dst, shape, 4)
     assert found is not None
-    return [(move.kind, ",".join(map(str, move.axes))) for move in found.moves]
+    return [(step.kind, ",".join(map(str, step.axes))) for step in found.steps]
 
 
 def test_an_all_reduce_over_unequal_axes_sends_least_over_the_slow_one() -> None:
     """A ring over both axes sends as many bytes, all of them at the slow axis' speed."""
     shape = (1024, 1024)
     plain, linked = mf.DeviceMesh((2, 4), ("dp", "tp")), mf.DeviceMesh((2, 4), ("dp", "tp"), links=LINKS)
-    whole = [(MoveKind.ALL_REDUCE, "dp,tp")]
+    whole = [(StepKind.ALL_REDUCE, "dp,tp")]
     assert kinds(unreduced(plain, 2), Sharding.replicated(plain, 2), shape) == whole
     assert kinds(unreduced(linked, 2), Sharding.replicated(linked, 2), shape) == [
-        (MoveKind.REDUCE_SCATTER, "tp"), (MoveKind.ALL_REDUCE, "dp"), (MoveKind.ALL_GATHER, "tp"),
+        (StepKind.REDUCE_SCATTER, "tp"), (StepKind.ALL_REDUCE, "dp"), (StepKind.ALL_GATHER, "tp"),
     ]  # fmt: skip
     plans = [plan(unreduced(m, 2), Sharding.replicated(m, 2), shape, 4) for m in (plain, linked)]
     assert plans[0] is not None and plans[1] is not None
     assert plans[0].wire == plans[1].wire
     tiny = kinds(unreduced(linked, 2), Sharding.replicated(linked, 2), (4, 8))
-    assert [kind for kind, _ in tiny] == [MoveKind.ALL_REDUCE] * 2  # fewer starts on the slow axis decide
+    assert [kind for kind, _ in tiny] == [StepKind.ALL_REDUCE] * 2  # fewer starts on the slow axis decide
 
 
 @pytest.mark.parametrize("links", [LINKS, {"dp": FAST, "tp": SLOW}])
@@ -262,7 +262,7 @@ def test_of_equal_bytes_the_slow_axis_is_gathered_while_the_tensor_is_small(link
     slow = min(links, key=lambda name: links[name].bandwidth)
     for dims in ((("dp",), ("tp",)), (("tp",), ("dp",)), (("dp", "tp"), ()), (("tp", "dp"), ())):
         found = kinds(on(mesh, *dims), Sharding.replicated(mesh, 2), (4096, 4096))
-        assert found == [(MoveKind.ALL_GATHER, slow), (MoveKind.ALL_GATHER, ({"dp", "tp"} - {slow}).pop())]
+        assert found == [(StepKind.ALL_GATHER, slow), (StepKind.ALL_GATHER, ({"dp", "tp"} - {slow}).pop())]
 
 
 def conflicting(op: str, links: dict[str, mf.Link] | None) -> mf.FusionDefinition:
@@ -317,9 +317,9 @@ def test_a_plan_for_the_links_is_no_slower_on_them_than_one_that_counts_bytes(da
     counted = plan(src, dst, shape, 8)
     found = plan(relinked(src, linked), relinked(dst, linked), shape, 8)
     assert counted is not None and found is not None
-    moved = [(m, type(m)(m.kind, m.axes, relinked(m.src, linked), relinked(m.dst, linked))) for m in counted.moves]
+    moved = [(m, type(m)(m.kind, m.axes, relinked(m.src, linked), relinked(m.dst, linked))) for m in counted.steps]
     assert found.seconds <= sum(price(new, shape, 8).seconds for _, new in moved) + 1e-12
-    check_values(found.moves, shape)
+    check_values(found.steps, shape)
 
 
 @settings(max_examples=100)
@@ -350,13 +350,13 @@ def relinked(sharding: Sharding, mesh: mf.DeviceMesh) -> Sharding:
     return Sharding(mesh, sharding.dims, sharding.partial, sharding.reduce)
 
 
-def check_values(moves: tuple, shape: tuple[int, ...]) -> None:
+def check_values(steps: tuple, shape: tuple[int, ...]) -> None:
     """Each move ends where the next begins, and only reductions end partial sums."""
-    for before, after in itertools.pairwise(moves):
+    for before, after in itertools.pairwise(steps):
         assert before.dst == after.src
-    for move in moves:
-        reduces = move.kind in (MoveKind.ALL_REDUCE, MoveKind.REDUCE_SCATTER)
-        assert reduces == (move.src.partial != move.dst.partial)
+    for step in steps:
+        reduces = step.kind in (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER)
+        assert reduces == (step.src.partial != step.dst.partial)
 
 
 # definitions ------------------------------------------------------------------------------------------------------

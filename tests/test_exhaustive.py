@@ -61,7 +61,7 @@ class Drawn:
     def is_split_enough(self) -> bool:
         graph = graph_of(self.fd)
         read = {i for node in graph.nodes for i in node.inputs}.union(graph.outputs)
-        used = [split.axis for i, home in graph.annotations.items() if i in read for split in home.splits]
+        used = [split.axis for i, sharding in graph.annotations.items() if i in read for split in sharding.splits]
         return all(used.count(axis) > 1 for axis in self.mesh.names)
 
 

@@ -152,7 +152,7 @@ def test_an_annotation_of_one_layer_holds() -> None:
     graph = graph_of(fd)
     assert {7 * 2 + 1, 7 * 2 + 2} <= {i for node in fold(graph).short.nodes for i in node.inputs}
     plan = propagate(graph, GRID)
-    assert all(plan.homes[i] == said for i, said in graph.annotations.items())
+    assert all(plan.shardings[i] == said for i, said in graph.annotations.items())
     check(fd)
 
 
@@ -168,7 +168,7 @@ def test_layers_in_any_order_give_right_numbers(seed: int) -> None:
     graph = graph_of(fd)
     assert repeated_layers(graph) is not None
     plan = propagate(graph, GRID)
-    assert all(plan.homes[i] == said for i, said in graph.annotations.items())
+    assert all(plan.shardings[i] == said for i, said in graph.annotations.items())
     check(fd)
 
 

@@ -75,7 +75,7 @@ def test_numbers_and_stored_plans(left: Spec, right: Spec) -> None:
     assert_same_as_unsharded(fd, inputs_for(fd))
     plan = fd.compile().planned
     found = unpacked(packed(plan), graph_of(fd))
-    assert (str(found), found.choices, found.homes) == (str(plan), plan.choices, plan.homes)
+    assert (str(found), found.choices, found.shardings) == (str(plan), plan.choices, plan.shardings)
 
 
 def test_a_sum_of_weights_in_columns_and_rows_stays_whole() -> None:

@@ -96,10 +96,10 @@ def test_ranks_that_reduce_in_another_order_are_told(monkeypatch: pytest.MonkeyP
     """The digest that ranks compare before they run tells of the order of steps."""
 
     def turned(resharded: ReshardedDefinition) -> ReshardedDefinition:
-        steps = list(bucket_collectives(resharded).steps)
-        first, second = [place for place, step in enumerate(steps) if step in resharded.collectives]
-        steps[first], steps[second] = steps[second], steps[first]
-        return replace(resharded, steps=tuple(steps))
+        statements = list(bucket_collectives(resharded).statements)
+        first, second = [place for place, statement in enumerate(statements) if statement in resharded.collectives]
+        statements[first], statements[second] = statements[second], statements[first]
+        return replace(resharded, statements=tuple(statements))
 
     def digest() -> str:
         with mf.FusionDefinition() as fd:

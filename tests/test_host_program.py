@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import meshfuse as mf
 from meshfuse.host_ir import HostProgram, verify, verify_together
 from meshfuse.lowering.effects import mentioned
-from meshfuse.lowering.instructions import BufferPart, Collective, Free, Instruction, Launch, SendRecv, Wait
+from meshfuse.lowering.instructions import Collective, Free, Instruction, Launch, SendRecv, View, Wait
 from meshfuse.testing import annotations, definitions
 
 MESH = mf.DeviceMesh((2, 2), ("dp", "tp"))
@@ -161,9 +161,9 @@ def test_a_broken_program_is_refused(mutation: Callable[[HostProgram], HostProgr
 
 
 def parts_that_overlap(program: HostProgram) -> HostProgram:
-    body, place = list(program.instructions), place_of(program, BufferPart, 1)
-    first = body[place_of(program, BufferPart)]
-    body[place] = dataclasses.replace(body[place], box=first.box)
+    body = list(program.instructions)
+    first, second, *_ = (i for i, ins in enumerate(body) if isinstance(ins, View) and ins.box is not None)
+    body[second] = dataclasses.replace(body[second], box=body[first].box)
     return with_body(program, body)
 
 

@@ -20,7 +20,7 @@ from meshfuse.executor.bind import bind_program
 from meshfuse.ops import OPS
 from meshfuse.ops.binding import make_call
 from meshfuse.reshard.rematerialize import Peak, _Usage, peak, rematerialize_gathers
-from meshfuse.resharding import ReshardedDefinition, Set
+from meshfuse.resharding import Reshard, ReshardedDefinition
 from meshfuse.testing import annotations, assert_same_as_unsharded, definitions, inputs_for, meshes, shapes_for
 from meshfuse.testing.calls import operands_of, whole
 from op_harness import sample_ids
@@ -121,8 +121,10 @@ def test_no_more_is_gathered_again_than_the_limit_asks():
 def ran(fd: mf.FusionDefinition) -> ReshardedDefinition:
     """The steps in the order in which the programs of ranks have them."""
     parts = fd.latest(shapes_for(fd)).segmented.parts
-    steps = [step for part in parts for step in ((part,) if isinstance(part, Set) else part.computes)]
-    return replace(fd.latest().resharded, steps=tuple(steps))
+    statements = [
+        statement for part in parts for statement in ((part,) if isinstance(part, Reshard) else part.computes)
+    ]
+    return replace(fd.latest().resharded, statements=tuple(statements))
 
 
 @pytest.mark.parametrize("saved", range(0, 8, 2))
@@ -190,10 +192,10 @@ def test_memory_by_hand():
     assert str(found).startswith("at most 288 bytes per rank, in exp at")
 
 
-def allocated(step: Callable[[], Any]) -> int:
+def allocated(statement: Callable[[], Any]) -> int:
     """The most bytes that torch had allocated at once in a step."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        out = step()
+        out = statement()
     events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
     del out
     return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
@@ -289,13 +291,13 @@ PROGRAMS = deep() | deep() | definitions(("pointwise", "products", "shapes")).fl
 def again(resharded: ReshardedDefinition) -> ReshardedDefinition:
     """With everything dropped at every step where it can be made again."""
     usage = _Usage(resharded)
-    for place in range(len(resharded.steps)):
+    for place in range(len(resharded.statements)):
         usage.lower(Peak(1 << 60, place, tuple(usage.lives)), 0)
     return usage.rewritten()
 
 
 def ops_of(resharded: ReshardedDefinition) -> list[int]:
-    return [step.node for step in resharded.steps if step.node is not None]
+    return [statement.node for statement in resharded.statements if statement.node is not None]
 
 
 @pytest.mark.usefixtures("planned_once")
@@ -315,7 +317,7 @@ def test_whatever_is_dropped_the_numbers_are_right():
             assert_same_as_unsharded(fd, inputs_for(fd))
             found = fd.compile(*shapes_for(fd)).resharded
         assert sorted(ops_of(found)) == sorted(ops_of(plain))
-        more.append(len(found.steps) - len(plain.steps))
+        more.append(len(found.statements) - len(plain.statements))
 
     check()
     assert sum(n > 0 for n in more) > len(more) / 10, "the programs tried hardly ever move anything again"

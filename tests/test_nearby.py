@@ -97,7 +97,7 @@ def test_a_size_within_the_factor_takes_the_plan_over() -> None:
     for size in (8, 17, 32):
         again = compiled(rows(size))
         assert again.taken_from is first.graph
-        assert again.sharded.homes == first.sharded.homes
+        assert again.sharded.shardings == first.sharded.shardings
 
 
 def test_the_same_sizes_again_have_the_plan_that_was_made_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ def test_lines_from_templates_are_those_written_out(name: str, place: int) -> No
     """For an op and, with other names, for its equal; where operands are one tensor, too."""
     fd, _ = _define(name, place)
     compiled = fd.compile()
-    for step in compiled.resharded.steps:
+    for step in compiled.resharded.statements:
         if isinstance(step, Compute):
             _check_lines(compiled.graph.nodes[step.node], step.placement, compiled.graph)
 

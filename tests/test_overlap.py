@@ -268,7 +268,7 @@ def test_the_program_of_a_chunked_row_parallel_linear() -> None:
 import torch
 import torch.nn.functional as F
 import meshfuse.kernels as K
-M = meshfuse.executor.buffers.device_memory(device)
+M = meshfuse.runtime.buffers.device_memory(device)
 group_0_1 = world.group((0, 1))
 
 @torch.no_grad()

@@ -43,7 +43,7 @@ def test_a_plan_with_any_tensor_held_elsewhere_is_right(uneven: bool, monkeypatc
     assert len(found) > 40
     # Every other one: the even rows' and the uneven ones' in turn.
     for pin in found[int(uneven) :: 2]:
-        held = propagation.holding(plan.homes, *pin, LOOK)
+        held = propagation.holding(plan.shardings, *pin, LOOK)
         assert held.graph == graph
         fd = gated(uneven)
         with monkeypatch.context() as patch:
@@ -58,7 +58,7 @@ def test_what_is_held_lies_evenly_elsewhere_and_is_no_input_or_annotated() -> No
     plan = Propagation(graph, MESH).first()
     for tensor, place in pins(insert_resharding(plan)):
         assert tensor not in graph.input_tensors and tensor not in graph.annotations
-        assert place != plan.homes[tensor]
+        assert place != plan.shardings[tensor]
         assert all(n % extent(layout) == 0 for n, layout in zip(graph.shape(tensor), place.dims, strict=True))
 
 

@@ -159,7 +159,7 @@ def check_that_it_reads_back(fd):
         found.verify()
     ((sharded, again),) = pairs
     assert str(again.graph) == str(sharded.graph)
-    assert (again.choices, dict(again.homes)) == (sharded.choices, dict(sharded.homes))
+    assert (again.choices, dict(again.shardings)) == (sharded.choices, dict(sharded.shardings))
     fd._programs.compiled.clear()
     assert fd.compile().digest == found.digest
 

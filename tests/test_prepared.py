@@ -66,10 +66,8 @@ def test_random_programs_in_two_are_what_torch_computes(
 
 def given_bytes(once: mf.FusionDefinition) -> int:
     """Bytes of the inputs on the rank with most of each."""
-    compiled = once.compile()
-    return sum(
-        most_bytes(compiled.sharded.homes[i], once.recording.tensors[i].type) for i in once.recording.input_tensors()
-    )
+    shardings, made = once.compile().sharded.shardings, once.recording
+    return sum(most_bytes(shardings[i], made.tensors[i].type) for i in made.input_tensors())
 
 
 def kept_bytes(once: mf.FusionDefinition) -> int:

@@ -62,7 +62,7 @@ def test_a_random_program_is_what_torch_computes_and_propagation_keeps_its_laws(
 def keeps_annotations(fd: mf.FusionDefinition, done: ShardedDefinition) -> None:
     for i, annotation in fd.recording.annotations.items():
         shape = done.graph.shape(i)
-        assert done.homes[i] == annotation.sharding("t", shape).placement(shape)
+        assert done.shardings[i] == annotation.sharding("t", shape).placement(shape)
 
 
 @pytest.mark.fuzz
@@ -80,7 +80,7 @@ def test_annotating_what_was_chosen_changes_next_to_nothing() -> None:
         before.append(plan_cost(done).seconds)
         for again, found in twins.items():
             twin = again(done, number)
-            found.append((any(done.homes[i] != twin.homes[i] for i in done.homes), plan_cost(twin).seconds))
+            found.append((any(done.shardings[i] != twin.shardings[i] for i in done.shardings), plan_cost(twin).seconds))
 
     collect()
     for again, found in twins.items():

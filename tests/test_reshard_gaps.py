@@ -96,9 +96,9 @@ PODS = mf.DeviceMesh((2, 2, 4), ("host", "pod", "gpu"), links={"host": SLOW, "po
 POD_HOST, POD = Split(2, "host"), Split(2, "pod")
 
 
-def seconds_over(moves: list[tuple[str, float]], nbytes: int) -> float:
+def seconds_over(steps: list[tuple[str, float]], nbytes: int) -> float:
     """Of what each rank sends over an axis, in parts of a tensor of so many bytes."""
-    return sum(part * nbytes / (25e9 if axis == "host" else 450e9) for axis, part in moves)
+    return sum(part * nbytes / (25e9 if axis == "host" else 450e9) for axis, part in steps)
 
 
 def test_a_sum_over_hosts_and_their_ranks_is_scattered_where_it_stays() -> None:
@@ -109,7 +109,7 @@ def test_a_sum_over_hosts_and_their_ranks_is_scattered_where_it_stays() -> None:
     src = Sharding.make(HOSTS, [(), ()], shape, (H, G), "sum")
     found = plan(src, Sharding.make(HOSTS, [(H,), ()], shape), shape, 8)
     assert found is not None
-    kinds = [move.kind.value for move in found.moves]
+    kinds = [step.kind.value for step in found.steps]
     assert kinds == ["reduce-scatter", "reduce-scatter", "all-gather"]
     least = seconds_over([("gpu", 3 / 4), ("host", 2 / 3 / 4), ("gpu", 3 / 4 / 3)], 24 * 8 * 8)
     assert found.seconds == pytest.approx(least, rel=1e-4)
@@ -123,9 +123,9 @@ def test_what_hosts_exchange_their_ranks_share(shared: bool) -> None:
     found = plan(first, last, shape, 8)
     assert found is not None
     lacking = at_once(first, last, shape) * 25e9 / (16 * 8 * 8)
-    moves = [("host", lacking / 4), ("gpu", 3 / 4 / 2)] if shared else [("host", lacking)]
-    assert found.seconds == pytest.approx(seconds_over(moves, 16 * 8 * 8), rel=1e-3)
-    assert len(found.moves) == (2 if shared else 1)
+    steps = [("host", lacking / 4), ("gpu", 3 / 4 / 2)] if shared else [("host", lacking)]
+    assert found.seconds == pytest.approx(seconds_over(steps, 16 * 8 * 8), rel=1e-3)
+    assert len(found.steps) == (2 if shared else 1)
 
 
 @pytest.mark.parametrize("dims", [[(H,), ()], [(), (H,)], [(G, H), ()], [(), ()]], ids=str)
@@ -152,7 +152,7 @@ def test_numbers_of_what_ranks_share_of_an_exchange() -> None:
         fd.add_output(y)
         fd.mesh_split(x, PODS, [("host", "pod"), None])
         fd.mesh_split(y, PODS, ["pod", None])
-    assert [move.move.kind.value for move in fd.compile().resharded.moves] == ["permute", "all-gather"]
+    assert [step.step.kind.value for step in fd.compile().resharded.reshards] == ["permute", "all-gather"]
     (found,) = fd.simulate([value], check_replicas=True)
     assert torch.equal(found, value)
 
@@ -160,4 +160,4 @@ def test_numbers_of_what_ranks_share_of_an_exchange() -> None:
 def test_what_stays_unreduced_over_a_fast_axis_is_shared_by_nobody() -> None:
     first, last = (Sharding.make(PODS, [rows, ()], (16, 8), (G,), "sum") for rows in ((POD_HOST, POD), (POD,)))
     found = plan(first, last, (16, 8), 8)
-    assert found is not None and all(G not in move.dst.splits for move in found.moves)
+    assert found is not None and all(G not in step.dst.splits for step in found.steps)

@@ -22,7 +22,7 @@ from meshfuse.reshard import search as planner
 from meshfuse.reshard.atoms import cuts_of
 from meshfuse.reshard.search import plan
 from meshfuse.reshard.steps import mean_wire_elements, wire_elements
-from meshfuse.resharding import Set
+from meshfuse.resharding import Reshard
 from meshfuse.sharding import Sharding, Split
 from meshfuse.sharding.layout import Layout
 from meshfuse.testing import dim_layouts, meshes, shardings
@@ -69,16 +69,19 @@ def run(fd: mf.FusionDefinition, value: torch.Tensor) -> torch.Tensor:
     (made,) = fd._execution.simulated.values()
     compiled, counted = made.compiled, made.simulation.hub.bytes
     resharded = compiled.resharded
-    for step in resharded.collectives:
-        shape = resharded.type_of(step.source).shape
-        each = [wire_elements(step.move, shape, rank) for rank in step.move.src.mesh.ranks]
-        assert mean_wire_elements(step.move, shape) * step.move.src.mesh.size == pytest.approx(sum(each))
+    for reshard in resharded.collectives:
+        shape = resharded.type_of(reshard.source).shape
+        each = [wire_elements(reshard.step, shape, rank) for rank in reshard.step.src.mesh.ranks]
+        assert mean_wire_elements(reshard.step, shape) * reshard.step.src.mesh.size == pytest.approx(sum(each))
     for rank in compiled.ranks:
         billed = 0.0
-        for step in resharded.steps:
-            if isinstance(step, Set) and rank in (*step.move.src.mesh.ranks, *step.move.dst.mesh.ranks):
-                kind = compiled.graph.tensors[resharded.values[step.source].tensor].type
-                billed += wire_elements(step.move, kind.shape, rank) * kind.dtype.itemsize
+        for statement in resharded.statements:
+            if isinstance(statement, Reshard) and rank in (
+                *statement.step.src.mesh.ranks,
+                *statement.step.dst.mesh.ranks,
+            ):
+                kind = compiled.graph.tensors[resharded.values[statement.source].tensor].type
+                billed += wire_elements(statement.step, kind.shape, rank) * kind.dtype.itemsize
         assert billed == pytest.approx(counted[rank]), f"rank {rank}\n{resharded}"
     return found
 
@@ -125,7 +128,7 @@ def test_terms_on_any_part_of_an_axis_to_a_sum_on_any_other(term: Split, dst: Sp
     mesh, shape = mf.DeviceMesh((6,), ("x",)), (12, 5)
     src, target = Sharding.make(mesh, [()], shape[1:], (term,), "sum"), Sharding.make(mesh, [(dst,)], shape[1:])
     found = plan(src, target, shape[1:], 8)
-    assert found is not None and found.moves[-1].dst == target
+    assert found is not None and found.steps[-1].dst == target
     fd = mf.FusionDefinition()
     x = fd.define_tensor(list(shape), dtype=mf.DataType.Double)
     y = fd.ops.sum(x, [0])
@@ -368,7 +371,7 @@ def test_a_plan_sends_what_is_lacking_and_no_more_than_sending_exactly_that_cost
     found = plan(src, dst, shape, 8)
     assume(found is not None)
     needed = 8 * lacking(src, dst, shape)
-    sent = 8 * sum(wire_elements(m, shape, rank) for m in found.moves for rank in mesh.ranks) / mesh.size
+    sent = 8 * sum(wire_elements(m, shape, rank) for m in found.steps for rank in mesh.ranks) / mesh.size
     assert sent >= needed - 1e-6
     assert found.seconds <= at_once(src, dst, shape) + 1e-11
     if sent == 0:
@@ -390,7 +393,7 @@ def test_a_large_tensor_takes_no_more_memory_on_its_way_than_at_its_ends(data: s
     found = plan(src, dst, shape, 4)
     assume(found is not None)
     room = max(4 * src.max_local_numel(shape), 4 * dst.max_local_numel(shape), planner.ROOM)
-    assert all(4 * move.dst.max_local_numel(shape) <= room for move in found.moves)
+    assert all(4 * step.dst.max_local_numel(shape) <= room for step in found.steps)
 
 
 @settings(max_examples=135)
@@ -424,7 +427,7 @@ def test_what_is_left_takes_no_less_than_the_bound_on_it(data: st.DataObject) ->
     src = Sharding.make(mesh, ends[0].dims, shape, data.draw(st.sampled_from([(), tuple(free)])), "sum")
     # Between others there is one exchange, and no search.
     assume(all(map(planner.nested, cuts_of((src, ends[1])).by_axis.values())))
-    bounded, plain = (planner._PathSearch(src, ends[1], shape, 4, room=0) for _ in range(2))
+    bounded, plain = (planner._PlanSearch(src, ends[1], shape, 4, room=0) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bounds.Bound, "seconds", lambda self, state: 0.0)
         least = plain.run()
@@ -439,7 +442,7 @@ def plan_is_that_of_its_sizes(src: Sharding, dst: Sharding, shape: tuple[int, ..
     itemsize = max(1, (planner.ROOM >> 2) // math.prod(shape))
     assume(planner._alike(src, dst, shape, itemsize) is not None)
     assume(all(map(planner.nested, cuts_of((src, dst)).by_axis.values())))
-    found, searched = plan(src, dst, shape, itemsize), planner._PathSearch(src, dst, shape, itemsize, room=0).run()
+    found, searched = plan(src, dst, shape, itemsize), planner._PlanSearch(src, dst, shape, itemsize, room=0).run()
     assert found is not None and searched is not None
     assert found.seconds == pytest.approx(searched.seconds, rel=1e-12, abs=5e-14)
 
@@ -472,5 +475,5 @@ def test_an_axis_moves_to_another_dim_without_replicating_the_tensor() -> None:
     dst = sharding(mesh, ((), ("dp", "tp")), shape)
     found = plan(src, dst, shape, 8)
     assert found is not None
-    assert all(any(move.dst.dims) for move in found.moves)
+    assert all(any(step.dst.dims) for step in found.steps)
     assert found.wire <= 8 * 64 * 64 / 8

@@ -35,7 +35,7 @@ def test_rolls_written_otherwise_are_the_same(shape, place, amounts, times, back
     with pytest.MonkeyPatch.context() as patch:
         for module in (in_place, shifts):
             patch.setattr(module, "better", lambda found, other: other)
-        patch.setattr(in_place, "moves_along", lambda found, dims: True)
+        patch.setattr(in_place, "reshards_along", lambda found, dims: True)
         with mf.FusionDefinition() as fd:
             x, w = (fd.define_tensor(list(shape), dtype=mf.DataType.Double) for _ in range(2))
             fd.mesh_split(x, *place)

@@ -13,11 +13,10 @@ import meshfuse as mf
 from meshfuse.host_ir import HostProgram, verify, verify_together
 from meshfuse.lowering.durations import CostModel, payload_bytes
 from meshfuse.lowering.instructions import Collective, CommunicationCall, Free, Instruction, Launch, Wait
-from meshfuse.lowering.liveness import with_frees
-from meshfuse.lowering.schedule import schedule
+from meshfuse.lowering.schedule import schedule, with_frees
 from meshfuse.report.timeline import timeline
 from meshfuse.reshard.bucketing import LARGEST_COPIED
-from meshfuse.reshard.hoist_moves import hoist_moves
+from meshfuse.reshard.hoist_reshards import hoist_reshards
 from meshfuse.resharding import insert_resharding
 from meshfuse.testing import annotations, definitions
 
@@ -147,7 +146,7 @@ def test_large_gradients_are_reduced_while_the_backward_goes_on(sharded: bool) -
 
 def test_small_moves_stay_where_they_are() -> None:
     resharded = insert_resharding(layers(6, 16, False).compile().sharded)
-    assert hoist_moves(resharded) == resharded
+    assert hoist_reshards(resharded) == resharded
 
 
 # the model --------------------------------------------------------------------------------------------------------

@@ -86,8 +86,8 @@ def test_a_plan_does_not_depend_on_what_was_searched_before() -> None:
     alone = propagation(96).again(None, THOROUGH)
     searches = propagation(96)
     searches.first()
-    searches.again(alone.homes, THOROUGH)
-    searches.again(alone.homes)
+    searches.again(alone.shardings, THOROUGH)
+    searches.again(alone.shardings)
     assert str(searches.again(None, THOROUGH)) == str(alone)
 
 
@@ -107,7 +107,7 @@ def test_what_ranks_may_share_is_first_what_most_follows(layers: int) -> None:
         fd.add_output(rows)
     graph = graph_of(fd)
     plan = Propagation(graph, MESH).first()
-    found = [next(iter(start.items())) for start in starts.shared_starts(graph, plan.homes)]
+    found = [next(iter(start.items())) for start in starts.shared_starts(graph, plan.shardings)]
     assert found[0] == (x.id, Sharding(MESH, (X, Y, ())))
     assert {i for i, _ in found} <= {x.id, weights[0][0].id, weights[0][1].id}
 
@@ -123,7 +123,7 @@ def test_axes_of_one_name_on_two_meshes_are_two_axes() -> None:
         for out in (fd.ops.exp(elsewhere), fd.ops.tanh(shared), fd.ops.tanh(fd.ops.div(shared, y * y))):
             fd.add_output(out)
     plan = fd.compile().planned
-    assert all(not any(home.dims) for home in plan.homes.values() if home.mesh == second)
+    assert all(not any(sharding.dims) for sharding in plan.shardings.values() if sharding.mesh == second)
     renaming_axes_commutes(plan, 0)
 
 

@@ -48,7 +48,7 @@ def test_fewer_collectives_are_taken_where_bytes_are_equal() -> None:
     mesh, shape = mf.DeviceMesh((2, 4), ("x", "y")), (64,)
     src = Sharding.make(mesh, [(Split(2, "x"), Split(4, "y"))], shape)
     found = plan(src, Sharding.replicated(mesh, 1), shape, 8)
-    assert found is not None and len(found.moves) == 1
+    assert found is not None and len(found.steps) == 1
 
 
 @pytest.mark.parametrize("itemsize", [4, 8])

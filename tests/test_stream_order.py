@@ -98,16 +98,16 @@ def simulation(fd: mf.FusionDefinition, change: Callable[[HostProgram], HostProg
 
     def run(inputs: Sequence[torch.Tensor]) -> Simulation:
         made = Simulation(programs, torch.device("cpu"), check_streams=True)
-        homes = [compiled.sharded.homes[i] for i in compiled.graph.input_tensors]
-        made.run({p.rank: [_shard(t, home, p.rank) for t, home in zip(inputs, homes, strict=True)] for p in programs},
-                 0, 0)  # fmt: skip
+        shardings = [compiled.sharded.shardings[i] for i in compiled.graph.input_tensors]
+        pairs = list(zip(inputs, shardings, strict=True))
+        made.run({p.rank: [_shard(t, sharding, p.rank) for t, sharding in pairs] for p in programs}, 0, 0)
         return made
 
     return run
 
 
-def _shard(tensor: torch.Tensor, home: Any, rank: int) -> torch.Tensor:
-    return shard(tensor, home, rank) if rank in home.mesh else tensor
+def _shard(tensor: torch.Tensor, sharding: Any, rank: int) -> torch.Tensor:
+    return shard(tensor, sharding, rank) if rank in sharding.mesh else tensor
 
 
 def test_the_record_has_launches_and_events_in_the_order_of_the_host() -> None:

@@ -84,11 +84,11 @@ def _random(kind: TensorType, generator: torch.Generator) -> torch.Tensor:
 def executed_bytes(fd: mf.FusionDefinition, inputs: list[torch.Tensor]) -> float:
     """Run every rank's program on these global inputs: the bytes that the ranks sent, the mean over them."""
     compiled, meter = fd.compile(), Meter()
-    homes = compiled.sharded.homes
+    shardings = compiled.sharded.shardings
     refs = [ref for ref in fd.recording.inputs if isinstance(ref, TensorRef)]
     arguments = {
         rank: [
-            shard(t, homes[ref.id], rank) if ref.id in fd.recording.annotations else t
+            shard(t, shardings[ref.id], rank) if ref.id in fd.recording.annotations else t
             for ref, t in zip(refs, inputs, strict=True)
         ]
         for rank in compiled.ranks

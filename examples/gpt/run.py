@@ -126,7 +126,7 @@ def report(gpt: FusedGPT, talk) -> None:
     talk(f"\nsharding of the inputs ({len(compiled.graph.nodes)} ops follow from these):")
     names = {gpt.tokens.id: "tokens", gpt.targets.id: "targets", **{tv.id: name for name, tv in gpt.weights.items()}}
     rows = dict.fromkeys(
-        (re.sub(r"^h\d+", "h*", names[i]), compiled.graph.tensors[i].type, compiled.sharded.homes[i])
+        (re.sub(r"^h\d+", "h*", names[i]), compiled.graph.tensors[i].type, compiled.sharded.shardings[i])
         for i in compiled.graph.input_tensors
     )
     for name, kind, sharding in rows:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from ..disk_cache import writable_root
-from ..errors import told
-from ..executor.buffers import use_pool
-from ..kernels.lookup import OUT_OF_RANGE
+from ..errors import error_text
+from ..kernels.indices import OUT_OF_RANGE
 from ..ops.factories import RANDOM_STATE
+from ..runtime.buffers import use_pool
 from . import Prepared, Task, Unsupported
 
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -124,7 +124,7 @@ def trace(task: Task) -> torch.fx.GraphModule:
     try:
         return make_fx(torch.func.functionalize(run), select_decomp_table(), tracing_mode="fake")(*fakes)
     except Exception as error:
-        raise Unsupported(f"it cannot be traced: {told(error)}") from error
+        raise Unsupported(f"it cannot be traced: {error_text(error)}") from error
 
 
 def _varying(task: Task) -> list[int]:
@@ -154,7 +154,7 @@ def _compile(task: Task) -> Prepared:
     try:
         made: Any = compile_fx_inner(module, examples, is_inference=True)
     except Exception as error:
-        raise Unsupported(f"Inductor cannot compile it: {told(error)}") from error
+        raise Unsupported(f"Inductor cannot compile it: {error_text(error)}") from error
     code = getattr(made, "current_callable", None) or made
     if task.device.type == "cpu":
         use_pool(code)

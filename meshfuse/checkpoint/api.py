@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,16 @@ from typing import Any
 import torch
 
 from ..argument_checks import is_text
-from ..errors import ArgumentError, CheckpointError, MeshfuseError, caller_line, located, shown, told, user_error
+from ..errors import ArgumentError, CheckpointError, MeshfuseError, caller_line, error_text, located, shown, user_error
 from ..executor.spmd import sum_of_bits
 from ..kernels.user_functions import settled
 from ..runtime.diagnosis import SAME_PROGRAM, disagreement
 from ..runtime.environment import LONGEST_TIMEOUT
 from ..runtime.world import World
 from . import folder as files
-from .apart import read_apart
 from .entries import CheckpointEntry, as_python, check_local, global_shape, is_plain, to_load, to_save, wrong
 from .hyperslabs import Shard, boxes
-from .transfer import write
+from .transfer import read, write
 
 # Disks are slower than networks: a checkpoint may take so many times MESHFUSE_TIMEOUT.
 _PATIENCE = 10
@@ -50,7 +49,7 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, timeout: flo
     RankError where ranks fail or pass different things.
     """
     team = _Team(World.current(), timeout, "save")
-    with located(caller_line()), team.turns, torch.device("cpu"):
+    with located(caller_line()), team.lock, torch.device("cpu"):
         folder = _folder(path)
         entries, values = team.each("reading what to save", lambda: _read_state(state))
         shards = _compared(team, entries, values)
@@ -77,7 +76,7 @@ def load(
     another dtype or shape, or two names have other values in the same memory, and RankError where ranks fail.
     """
     team = _Team(World.current(), timeout, "load")
-    with located(caller_line()), team.turns, torch.device("cpu"):
+    with located(caller_line()), team.lock, torch.device("cpu"):
         home = _folder(path)
         if not isinstance(wanted, (Mapping, type(None))):
             raise user_error("load: what is wanted", shown(wanted), "a dict by name, or None for all",
@@ -105,7 +104,7 @@ class _Team:
             raise user_error(f"{what}: timeout", shown(timeout), f"seconds above 0, at most {LONGEST_TIMEOUT:g}",
                              f"Leave it out for {_PATIENCE} times MESHFUSE_TIMEOUT.", caller_line(),
                              ArgumentError)  # fmt: skip
-        self.turns = world.checkpoints
+        self.lock = world.checkpoint_lock
         self.limit = min(world.limit * _PATIENCE, LONGEST_TIMEOUT) if timeout is None else timeout
 
     def all(self, doing: str, action: Callable[[], Any]) -> list[Any]:
@@ -114,10 +113,10 @@ class _Team:
         try:
             worked, value = True, action()
         except Exception as error:  # Any error: the other ranks wait for this one.
-            own, worked, value = error, False, told(error)
+            own, worked, value = error, False, error_text(error)
         text = f"meshfuse.{self.what}, {doing}"
         mine = pickle.dumps((text, worked, value))
-        replies = [pickle.loads(data) for data in self.world.meetings.exchange(mine, text, self.limit)]
+        replies = [pickle.loads(data) for data in self.world.rendezvous.exchange(mine, text, self.limit)]
         self.compare("what comes next", [text for text, _, _ in replies])
         failed = {rank: value for rank, (_, worked, value) in enumerate(replies) if not worked}
         if isinstance(own, MeshfuseError):
@@ -136,10 +135,10 @@ class _Team:
         """Raises RankError where the ranks' values differ."""
         self.compare(what, self.all(f"comparing {what}", value), do)
 
-    def compare(self, what: str, told: list[str], do: str = SAME_PROGRAM) -> None:
+    def compare(self, what: str, texts: list[str], do: str = SAME_PROGRAM) -> None:
         """Raises RankError where the texts of the ranks differ."""
-        if len(set(told)) > 1:
-            raise disagreement(what, told, self.world.all_ranks, do)
+        if len(set(texts)) > 1:
+            raise disagreement(what, texts, self.world.all_ranks, do)
 
 
 def _failure(what: str, doing: str, failed: Mapping[int, str]) -> MeshfuseError:
@@ -166,12 +165,12 @@ def _read_state(state: Mapping[str, Any]) -> tuple[dict[str, CheckpointEntry], d
 def _compared(team: _Team, entries: Mapping[str, CheckpointEntry], values: Mapping[str, Any]) -> dict[str, Shard]:
     """The shards to save, once all ranks are known to save the same. ArgumentError for a shard of a wrong shape."""
 
-    def said() -> str:
+    def key() -> str:
         plain = [f"{name}: {value!r}" for name, value in sorted(values.items())]
         return "\n".join([*plain, *(f"{name}: {_kind(entry, team.world)}" for name, entry in sorted(entries.items()))])
 
     do = "Make every rank save the same, and what is another part on each with its sharding: (shard, sharding)."
-    team.same(said, "what they save", do)
+    team.same(key, "what they save", do)
     open_ = [name for name, entry in entries.items() if entry.shape is None]
     own = {name: _held(entries[name]) for name in open_}
     everyone = team.all("comparing shards", lambda: own) if open_ else []
@@ -324,3 +323,43 @@ def _check_files(folder: Path, index: files.Index, world: World) -> None:
 def _loaded(wanted: Any, entry: CheckpointEntry) -> Any:
     """The object that the user passed to be filled; else the tensor that was made."""
     return wanted if isinstance(wanted, torch.Tensor) else entry.local
+
+
+def read_apart(folder: Path, shards: Mapping[str, Shard]) -> None:
+    """As `read`. Raises ArgumentError for a name whose memory has another one's values in the end."""
+    shared = dict.fromkeys(_in_one_memory(shards))
+    made = {name: _like(shard) if name in shared else shard for name, shard in shards.items()}
+    read(folder, made)
+    for name in shared:
+        shards[name].local.copy_(made[name].local)
+    for name in shared:
+        if not torch.equal(_bits(shards[name].local), _bits(made[name].local)):
+            others = ", ".join(repr(other) for other in shared if other != name)
+            raise wrong(
+                name, f"memory that other values are loaded to, too, of {others}",
+                "memory of its own, or the same values", "Pass another tensor, such as t.clone().",
+            )  # fmt: skip
+
+
+def _in_one_memory(shards: Mapping[str, Shard]) -> Iterator[str]:
+    """The names whose tensors, from their first element to their last, lie where another one's do."""
+    rows = sorted((*_ends(shard.local), name) for name, shard in shards.items() if shard.local.numel())
+    reached, last = -1, ""
+    for start, end, name in rows:
+        if start < reached:
+            yield from (last, name)
+        if end > reached:
+            reached, last = end, name
+
+
+def _ends(tensor: torch.Tensor) -> tuple[int, int]:
+    steps = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.itemsize
+
+
+def _like(shard: Shard) -> Shard:
+    return Shard(torch.empty_like(shard.local), shard.shape, shard.parts)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)

@@ -63,22 +63,21 @@ def define_scalar(recording: Recording, value: Any, dtype: Any, line: SourceLine
     return recording.new_scalar(ScalarDef("const", (number,), found or scalar_dtype(number)))
 
 
-def vector_entries(size: Any, line: SourceLine) -> list[Any]:
-    """What a vector consists of: None for an input; a number for a constant. Raises DefinitionError for no vector."""
+def vector_length(size: Any, line: SourceLine) -> int | None:
+    """How many inputs a vector has, None for a list of numbers. Raises DefinitionError for anything else."""
     count = as_int(size)
     if count is not None and 0 <= count <= _MOST_SCALARS:
-        return [None] * count
+        return count
     if not isinstance(size, (list, tuple)):
         raise user_error(
             "define_vector", shown(size), f"how many scalars (at most {_MOST_SCALARS}), or a list of numbers", "", line
         )
-    return list(size)
+    return None
 
 
-def define_entry(recording: Recording, value: Any, dtype: Any, line: SourceLine) -> ScalarRef:
-    """One scalar of a vector."""
-    number = None if value is None else checked_number("define_vector", value, None, line)
-    return define_scalar(recording, number, dtype, line)
+def define_constant(recording: Recording, value: Any, dtype: Any, line: SourceLine) -> ScalarRef:
+    """A number of a vector."""
+    return define_scalar(recording, checked_number("define_vector", value, None, line), dtype, line)
 
 
 def define_size(recording: Recording, tensor: TensorRef, dim: Any, line: SourceLine) -> ScalarRef:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from ..errors import SourceLine, caller_line, user_error
 from ..fast_dataclass import quickly_made
 from ..mesh import DeviceMesh
-from ..ops.argument_keys import Keys, keys_of
+from ..ops.binding import Keys, keys_of
 from ..ops.opdef import Call, OpDef, tensor_refs
 from ..ops.rules import FactorKind, Rule
 from ..ops.values import ScalarRef, TensorRef, TensorType

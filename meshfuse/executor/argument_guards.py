@@ -65,9 +65,9 @@ class ArgumentGuards(Generic[Program]):
 
     def learn(self, arguments: Any, options: Options, program: Program) -> None:
         """Remember arguments that fit, if they are all tensors."""
-        told = outline(arguments)
-        if told is not None:
-            self._outlined[told, options] = program
+        key = outline(arguments)
+        if key is not None:
+            self._outlined[key, options] = program
 
     def find(self, arguments: Any, options: Options) -> Program | None:
         """The program for arguments like some that fitted; None where they have to be checked.

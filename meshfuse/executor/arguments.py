@@ -311,9 +311,9 @@ def scalar_values(recording: Recording, scalars: Mapping[Any, Any] | None, line:
     """
     numbers = {ref.id for ref in recording.inputs if isinstance(ref, ScalarRef)}
     given = {} if scalars is None else scalars
-    told = isinstance(given, Mapping)
-    found = {getattr(getattr(key, "ref", None), "id", key): value for key, value in given.items()} if told else {}
-    if not told or not set(found) <= numbers:
+    is_mapping = isinstance(given, Mapping)
+    found = {getattr(getattr(key, "ref", None), "id", key): value for key, value in given.items()} if is_mapping else {}
+    if not is_mapping or not set(found) <= numbers:
         raise user_error(
             "compile: scalars",
             shown(scalars),

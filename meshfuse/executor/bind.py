@@ -7,17 +7,15 @@ import linecache
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FrameType, SimpleNamespace, TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from .. import kernels
+from ..backends.eager import text_scope
 from ..host_ir import HostProgram
 from ..lowering.instructions import Communication, CommunicationCall, Instruction, Wait, group_name
-from ..scalars import SCOPE
-from .buffers import Plain, device_memory
+from ..runtime.buffers import device_memory
 
 GroupOf = Callable[[tuple[int, ...]], Any]
 _numbers = itertools.count(1)
@@ -58,13 +56,6 @@ def _show_text(file: str, text: str, main: Callable[..., Any]) -> None:
     """Let tracebacks show the lines of the text for as long as `main` or one of its frames exists."""
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     weakref.finalize(main, linecache.cache.pop, file, None).atexit = False
-
-
-def text_scope(functions: Mapping[str, Callable[..., Any]], device: torch.device) -> dict[str, Any]:
-    """The globals of kernels' text; `functions` are those of registered ops by name."""
-    scope: dict[str, Any] = {"torch": torch, "F": F, "K": kernels, "S": SCOPE, "device": device, "M": Plain(device)}
-    scope["OP"] = SimpleNamespace(**{name: kernels.watched(name, function) for name, function in functions.items()})
-    return scope
 
 
 def instruction_at(bound: BoundProgram, trace: TracebackType | None) -> Instruction | None:

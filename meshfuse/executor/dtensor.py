@@ -24,7 +24,7 @@ from ..sharding.value import Sharding
 
 
 @dataclass(frozen=True, slots=True)
-class OutputHome:
+class OutputSpec:
     """What makes a DTensor of a local output: the torch mesh, the placements and the global shape."""
 
     mesh: Any
@@ -167,13 +167,13 @@ def _shard(dim: int, chunks: int) -> Any:
     return Shard(dim) if chunks == 1 else _StridedShard(dim, split_factor=chunks)
 
 
-def placeable(sharding: Sharding, shape: tuple[int, ...], told: Collection[Layout]) -> Sharding:
+def placeable(sharding: Sharding, shape: tuple[int, ...], layouts: Collection[Layout]) -> Sharding:
     """The sharding itself if torch's placements can say it; else one that they can say.
 
     Of these it is one with the smallest shards, and of several such the one that takes least to reach. Axes stand in
-    the mesh's order, or as the inputs have them, whose layouts are `told`: many of torch's ops take no other.
+    the mesh's order, or as the inputs have them, whose layouts are `layouts`: many of torch's ops take no other.
     """
-    if placements_of(sharding, shape, told) is not None:
+    if placements_of(sharding, shape, layouts) is not None:
         return sharding
     mesh, reduced = sharding.mesh, sharding.reduced()
     axes = [Split(n, name) for n, name in zip(mesh.shape, mesh.names, strict=True)]
@@ -203,13 +203,13 @@ def _whole_cuts(mesh: DeviceMesh, layout: Layout) -> tuple[Cut, ...] | None:
     return cuts_of_layout(layout, mesh.names) if whole else None
 
 
-def output_homes(compiled: CompiledProgram, inputs: Sequence[Any], line: SourceLine) -> list[OutputHome]:
+def output_specs(compiled: CompiledProgram, inputs: Sequence[Any], line: SourceLine) -> list[OutputSpec]:
     """How each output becomes a DTensor on the inputs' torch mesh. Raises ArgumentError where none can."""
     meshes = {_grid(mesh_of_torch(v.device_mesh)): v.device_mesh for v in inputs if is_dtensor(v)}
-    graph, homes = compiled.graph, []
-    for tensor, home in zip(graph.outputs, compiled.output_shardings(), strict=True):
+    graph, specs = compiled.graph, []
+    for tensor, planned in zip(graph.outputs, compiled.output_shardings(), strict=True):
         made, shape = graph.tensors[tensor], graph.shape(tensor)
-        sharding = home if graph.annotations else _whole_beside(inputs, home)
+        sharding = planned if graph.annotations else _whole_beside(inputs, planned)
         placements, mesh = placements_of(sharding, shape), meshes.get(_grid(sharding.mesh))
         assert placements is None or as_dtensor(sharding, shape) == sharding
         if placements is None or mesh is None:
@@ -219,34 +219,34 @@ def output_homes(compiled: CompiledProgram, inputs: Sequence[Any], line: SourceL
                 f"{sharding} of shape {list(shape)} on {sharding.mesh}", needed,
                 "Annotate the output otherwise, or pass plain shards.", line, ArgumentError,
             )  # fmt: skip
-        homes.append(OutputHome(mesh, placements, shape))
-    return homes
+        specs.append(OutputSpec(mesh, placements, shape))
+    return specs
 
 
-def _whole_beside(inputs: Sequence[Any], home: Sharding) -> Sharding:
+def _whole_beside(inputs: Sequence[Any], sharding: Sharding) -> Sharding:
     """What is whole on the one axis of the world, where nothing says a mesh, as on the first DTensor's mesh."""
     mesh = next(mesh_of_torch(value.device_mesh) for value in inputs if is_dtensor(value))
-    same = set(mesh.ranks) == set(home.mesh.ranks)
-    return Sharding.replicated(mesh, home.ndim) if same and not home.used() else home
+    same = set(mesh.ranks) == set(sharding.mesh.ranks)
+    return Sharding.replicated(mesh, sharding.ndim) if same and not sharding.used() else sharding
 
 
 def _grid(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return mesh.shape, mesh.ranks
 
 
-def wrap_outputs(outputs: Sequence[Any], homes: Sequence[OutputHome]) -> list[Any]:
+def wrap_outputs(outputs: Sequence[Any], specs: Sequence[OutputSpec]) -> list[Any]:
     """The outputs as DTensors; None where the rank is not part of an output's mesh."""
-    pairs = zip(outputs, homes, strict=True)
+    pairs = zip(outputs, specs, strict=True)
     with torch.no_grad():
-        return [None if local is None else _wrapped(local, home) for local, home in pairs]
+        return [None if local is None else _wrapped(local, spec) for local, spec in pairs]
 
 
-def _wrapped(local: torch.Tensor, home: OutputHome) -> Any:
+def _wrapped(local: torch.Tensor, spec: OutputSpec) -> Any:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        local, home.mesh, home.placements, run_check=False, shape=torch.Size(home.shape),
-        stride=_strides(local, home.shape),
+        local, spec.mesh, spec.placements, run_check=False, shape=torch.Size(spec.shape),
+        stride=_strides(local, spec.shape),
     )  # fmt: skip
 
 

@@ -139,7 +139,7 @@ def watched(world: World, groups: Sequence[Group]) -> Callable[[IsDone], object]
         return next(filter(None, (group.trouble() for group in groups)), "")
 
     def replayed(is_done: IsDone) -> None:
-        world.watch.put(Pending("a step's CUDA graph", ranks, is_done, trouble))
+        world.watchdog.put(Pending("a step's CUDA graph", ranks, is_done, trouble))
 
     return replayed if groups else None
 

@@ -8,9 +8,9 @@ from types import FrameType, TracebackType
 
 import torch
 
-from ..errors import KernelError, MeshfuseError, SourceLine, told, user_error
+from ..errors import KernelError, MeshfuseError, SourceLine, error_text, user_error
 from ..host_ir import HostProgram
-from ..kernels.lookup import IndexOutOfRange
+from ..kernels.indices import IndexOutOfRange
 from ..lowering.instructions import CommunicationCall, Instruction, Kernel, Launch
 from .bind import BoundProgram, instruction_at
 
@@ -67,7 +67,7 @@ def _out_of_memory(
         _purpose(program, instruction_at(bound, error.__traceback__)) if place is None else _op_and_line(*place)
     )
     return user_error(
-        f"no memory for {what} on rank {program.rank}", told(error), "less at once",
+        f"no memory for {what} on rank {program.rank}", error_text(error), "less at once",
         "print(fd.memory()) tells what a rank holds, and in which op most; split more of it, or bound it: "
         "FusionDefinition(max_memory=...).", where, OutOfMemoryError,
     )  # fmt: skip
@@ -86,7 +86,7 @@ def _purpose(program: HostProgram, instruction: Instruction | None) -> tuple[str
     start = program.instructions.index(instruction) if instruction in program.instructions else 0
     following = program.instructions[start:] if instruction is not None else ()
     about = next((i.about for i in following if isinstance(i, CommunicationCall)), None)
-    return ("a step", None) if about is None else (about.said, about.line)
+    return ("a step", None) if about is None else (about.description, about.line)
 
 
 def _kernel_frame(bound: BoundProgram, trace: TracebackType | None) -> tuple[FrameType, int] | None:
@@ -119,7 +119,7 @@ def _kernel_error(program: HostProgram, error: Exception, frame: FrameType, line
         return _out_of_range(program, error, frame, where.label(op), where)
     return user_error(
         f"{where.label(op)} cannot be computed on rank {program.rank}",
-        f"{told(error)} (in `{kernel.lines[place]}`; {_operands(frame, kernel.lines[place])})",
+        f"{error_text(error)} (in `{kernel.lines[place]}`; {_operands(frame, kernel.lines[place])})",
         "operands that torch has a kernel for", "Cast them with fd.ops.cast, or pass other values.", where, KernelError,
     )  # fmt: skip
 

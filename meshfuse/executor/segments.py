@@ -14,8 +14,8 @@ from ..backends.assignment import MAKERS, Chosen, assigned
 from ..host_ir import HostProgram
 from ..lowering.instructions import Kernel
 from ..lowering.segments import Segment, SegmentedDefinition
+from ..runtime.buffers import Plain
 from .bind import BoundProgram
-from .buffers import Plain
 
 KernelArguments = tuple[Any, ...]
 

@@ -81,5 +81,5 @@ def _wanted(tv: Any) -> tuple[Sequence[int] | None, str]:
     return None, "a tensor and a TensorView, or a Sharding of what is reduced"
 
 
-def _sizes(kind: TensorType) -> str:
-    return f"[{', '.join('?' if n == UNKNOWN else str(n) for n in kind.shape)}]"
+def _sizes(ttype: TensorType) -> str:
+    return f"[{', '.join('?' if n == UNKNOWN else str(n) for n in ttype.shape)}]"

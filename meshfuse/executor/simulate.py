@@ -1,4 +1,4 @@
-"""All ranks in one process: their programs run on plain tensors, each up to its next wait, in turns."""
+"""Simulated ranks in one process: programs run on plain tensors and take turns at their waits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from typing import Any
 import torch
 
 from .. import kernels
+from ..compiler import CompiledProgram
+from ..definition.recording import Recording
 from ..errors import RankError
 from ..host_ir import HostProgram
 from ..lowering.segments import SegmentedDefinition
+from ..ops.values import TensorRef
+from ..sharding.data import shard, unshard
 from ..sharding.value import Sharding
+from .arguments import Inputs
 from .bind import BoundProgram, bind_program
 from .kernel_errors import kernel_errors
 from .modes import without_modes
@@ -24,7 +29,7 @@ from .stream_order import Streams
 
 @dataclass(slots=True, eq=False)
 class SimulatedWork:
-    """A collective that is done once all ranks of its group have issued it."""
+    """A collective; it is done when all ranks of its group have issued it."""
 
     what: str
     done: bool = False
@@ -32,22 +37,22 @@ class SimulatedWork:
 
 @dataclass(slots=True)
 class _Arrivals:
-    """The ranks that have come to one collective, with their arguments."""
+    """The ranks that have issued one collective, with their arguments."""
 
     size: int
     calls: dict[int, tuple[str, tuple[Any, ...], SimulatedWork]] = field(default_factory=dict)
 
 
 class Hub:
-    """The simulated network: matches the n-th collective of every rank of a group, and messages in their order."""
+    """The simulated network. It matches the n-th collectives of the ranks of a group, and messages in order."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what a failed run issued."""
+        """Drop what a failed run has issued."""
         self._issued: dict[tuple[tuple[int, ...], int], int] = {}
-        self._meetings: dict[tuple[tuple[int, ...], int], _Arrivals] = {}
+        self._arrivals: dict[tuple[tuple[int, ...], int], _Arrivals] = {}
         self._sent: dict[tuple[tuple[int, ...], int, int], list[torch.Tensor]] = {}
         self._expected: dict[tuple[tuple[int, ...], int, int], list[tuple[torch.Tensor, SimulatedWork]]] = {}
 
@@ -58,13 +63,13 @@ class Hub:
         return self._issued[place]
 
     def arrive(self, group: SimulatedGroup, number: int, kind: str, arguments: tuple[Any, ...]) -> SimulatedWork:
-        """Note a rank's arguments for a collective, and do the collective when the last rank of the group has come."""
+        """Record the arguments of one rank; the last rank of the group runs the collective."""
         work = SimulatedWork(f"{kind} #{number} of ranks {group.ranks}")
-        meeting = self._meetings.setdefault((group.ranks, number), _Arrivals(group.size))
-        meeting.calls[group.index] = (kind, arguments, work)
-        if len(meeting.calls) == meeting.size:
-            del self._meetings[group.ranks, number]
-            _complete([meeting.calls[i] for i in range(meeting.size)])
+        arrivals = self._arrivals.setdefault((group.ranks, number), _Arrivals(group.size))
+        arrivals.calls[group.index] = (kind, arguments, work)
+        if len(arrivals.calls) == arrivals.size:
+            del self._arrivals[group.ranks, number]
+            _complete([arrivals.calls[i] for i in range(arrivals.size)])
         return work
 
     def send(self, group: SimulatedGroup, tensor: torch.Tensor, target: int) -> SimulatedWork:
@@ -74,7 +79,7 @@ class Hub:
         return SimulatedWork("send", True)
 
     def receive(self, group: SimulatedGroup, tensor: torch.Tensor, source: int) -> SimulatedWork:
-        """Fill `tensor` from the next message of the rank at index `source`, when it comes."""
+        """Fill `tensor` from the next message of the rank at index `source`, once it is sent."""
         work = SimulatedWork(f"message from rank {group.ranks[source]} to rank {group.ranks[group.index]}")
         self._expected.setdefault((group.ranks, source, group.index), []).append((tensor, work))
         self._match((group.ranks, source, group.index))
@@ -264,3 +269,44 @@ def check_equal_replicas(name: str, shards: Mapping[int, torch.Tensor], sharding
         held = first.setdefault(sharding.coordinates(rank), (rank, local))
         same = torch.equal(held[1], local) or torch.allclose(held[1], local, equal_nan=True)
         assert same, f"{name}: rank {rank} and rank {held[0]} hold different replicas"
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedProgram:
+    """A compiled program with all its ranks' programs bound."""
+
+    compiled: CompiledProgram
+    simulation: Simulation
+
+    def arguments(self, recording: Recording, given: Inputs) -> dict[int, list[Any]]:
+        """Every rank's arguments, from global ones."""
+        return {rank: self._arguments_of(rank, recording, given) for rank in self.compiled.ranks}
+
+    def _arguments_of(self, rank: int, recording: Recording, given: Inputs) -> list[Any]:
+        shardings = self.compiled.sharded.shardings
+        out: list[Any] = []
+        for ref in recording.inputs:
+            if not isinstance(ref, TensorRef):
+                out.append(given.scalars[ref.id])
+            elif recording.placed(ref.id) is not None and rank in shardings[ref.id].mesh:
+                out.append(shard(given.tensors[ref.id], shardings[ref.id], rank))
+            else:
+                out.append(given.tensors[ref.id])
+        return out
+
+    def run(
+        self, arguments: Mapping[int, list[Any]], seed: int, step: int, check_replicas: bool
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """The global outputs for every rank's arguments; random numbers follow from seed and step.
+
+        Raises AssertionError where, with `check_replicas`, two replicas of a shard of an output differ.
+        """
+        results, graph = self.simulation.run(arguments, seed, step), self.compiled.graph
+        out = []
+        for place, sharding in enumerate(self.compiled.output_shardings()):
+            tensor = graph.outputs[place]
+            shards = {rank: results[rank][place] for rank in sharding.mesh.ranks}
+            out.append(unshard(shards, sharding, graph.shape(tensor)))
+            if check_replicas:
+                check_equal_replicas(graph.tensors[tensor].label, shards, sharding)
+        return out

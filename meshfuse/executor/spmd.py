@@ -1,4 +1,4 @@
-"""One rank's program on the real group of processes."""
+"""Runs the program of one rank on a real process group."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ finished: list[Callable[[RankProgram], None]] = []
 
 
 def check_world(recording: Recording, size: int, idle_ranks: bool, line: SourceLine) -> None:
-    """Raises DefinitionError where the meshes do not fit the ranks that there are."""
+    """Raises DefinitionError if the meshes do not fit the number of ranks."""
     ranks = named_ranks(recording, size)
     if max(ranks) >= size:
         largest = max(_meshes(recording), key=lambda mesh: max(mesh.ranks))
@@ -65,10 +65,10 @@ def _meshes(recording: Recording) -> list[DeviceMesh]:
 
 
 def check_same_arguments(recording: Recording, given: Inputs, world: World) -> None:
-    """Raises RankError on every rank where ranks were given different global arguments; reads each argument once."""
-    said = [f"{recording.tensors[i].label}: a sum of bits of {sum_of_bits(t)}" for i, t in given.tensors.items()]
-    text = "\n".join([*said, *scalar_lines(given)])
-    world.meetings.check_same(digest_of(text), "the global arguments", world.all_ranks, lambda: text, _SAME_ARGUMENTS)
+    """Raises RankError on every rank if ranks have different global arguments; reads each argument once."""
+    lines = [f"{recording.tensors[i].label}: a sum of bits of {sum_of_bits(t)}" for i, t in given.tensors.items()]
+    text = "\n".join([*lines, *scalar_lines(given)])
+    world.rendezvous.check_same(digest_of(text), "the global arguments", world.all_ranks, lambda: text, _SAME_ARGUMENTS)
 
 
 def scalar_lines(given: Inputs) -> list[str]:
@@ -83,9 +83,9 @@ _SAME_ARGUMENTS = (
 
 
 def sum_of_bits(tensor: torch.Tensor) -> int:
-    """A checksum: the elements' bits as integers, each times an odd number that its place gives, added up.
+    """A checksum: the sum of the elements' bits as integers, each times an odd number that depends on its position.
 
-    Other numbers almost surely have another sum, and so have the same numbers in another order (a shuffled data set).
+    It depends on the order of the elements, too: a data set that is shuffled differently has another checksum.
     """
     flat = dense(tensor.detach().contiguous().reshape(-1))
     bits, found = flat.view(INTEGERS[min(tensor.element_size(), 8)]), 0
@@ -101,35 +101,30 @@ _SPREAD = 0x5851F42D4C957F2D
 
 
 class _Phase(Enum):
-    """How far a call has come.
-
-    Before its program runs, while all ranks compile it, in the program, while whole outputs are gathered, or after all
-    that ranks do together.
-    """
+    """The phase of a call: before anything, compiling segments, running, gathering whole outputs, or over."""
 
     BEFORE, COMPILING, RUNNING, GATHERING, OVER = range(5)
 
 
 class RankProgram:
-    """A compiled program bound to this rank's process groups.
+    """A compiled program, bound to the process groups of this rank.
 
-    Raises RankError on every rank of its meshes where their programs differ; on ranks outside of them it does nothing.
+    Raises RankError on every rank of its meshes if their programs differ. On other ranks it does nothing.
 
-    source: the definition's text, which the ranks of its meshes compare, with the plan, before the first execution.
+    source: the text of the definition. The ranks compare it, and the plan, before the first execution.
     backend: what runs the segments, one of `backends.assignment.NAMES`.
-    ranks: those of the meshes that the definition names.
-    renew: makes a program with a plan of its own, where this one's was taken over and it is executed often.
-    capture: makes what runs a step in place of the program's main function, once its segments are compiled.
+    ranks: the ranks of the meshes in the definition.
+    renew: makes a program with its own plan, for a program that reuses the plan of other shapes and runs often.
+    capture: replaces the main function by a captured one, once the segments are compiled.
 
-    Where a call is: `step` is its number (after the call, the last one's), `running` whether its program is under way,
-    `_phase` how far it has come, `_gathered` which output is being gathered. From these a rank tells others where it
-    is.
+    State of a call, which a rank reports to others: `step` is its number, `running` whether the program is running,
+    `_phase` its phase, `_gathered` which output is being gathered.
 
-    Who runs it: `ranks` are those that compare it and its calls, none where this rank has no part in it.
+    `ranks` are those that compare the program and its calls; empty if this rank does not take part.
 
-    What runs: `_main` is the program's main function; `_run` is what a step calls, `_main` or what was captured of it.
-    `_calls` counts the steps of this plan. Before step `_due` segments are compiled (None: they are, or there are
-    none); before step `_renewal` the plan is made anew (None: it stays).
+    `_main` is the main function; `_run` is what a step calls: `_main` or its captured form. `_calls` counts the steps
+    of this plan. Segments are compiled before step `_due` (None: done, or there are none). The plan is renewed before
+    step `_renewal` (None: never).
     """
 
     def __init__(
@@ -142,16 +137,16 @@ class RankProgram:
         self._capture, self._compiling = capture, threading.Lock()
         self._renew, self._renewal = renew, RENEWED if compiled.taken_from is not None else None
         self._named, self.ranks = ranks, ()
-        with world.turns:
+        with world.order_lock:
             self._bind(compiled)
 
     def _bind(self, compiled: CompiledProgram) -> None:
-        """Make this the program that runs, if all of its ranks have the same. Raises RankError where they differ."""
+        """Use this program, if all of its ranks have the same one. Raises RankError if they differ."""
         world, graph = self.world, compiled.graph
         together = tuple(sorted({*self._named, *compiled.ranks}))
         self.ranks = together if world.rank in together else ()
         text = agreed_text(compiled, self._source, self._backend)
-        world.meetings.check_same(digest_of(text), "the program", self.ranks, lambda: text)
+        world.rendezvous.check_same(digest_of(text), "the program", self.ranks, lambda: text)
         active = world.rank in compiled.ranks
         if active:
             with World.planning(graph.in_words()):
@@ -188,7 +183,7 @@ class RankProgram:
         self.step, outer = step + 1, self._phase  # An op's function may call the definition that it is in.
         try:
             self._phase = _Phase.BEFORE
-            with self.world.turns:
+            with self.world.order_lock:
                 if not modes_are_on():
                     out = self._run_step(arguments, *state)
                 else:
@@ -267,7 +262,7 @@ class RankProgram:
         self._phase = _Phase.COMPILING
         waits = any(not isinstance(part, Segment) for part in self.compiled.segmented.parts)
         ranks = self.compiled.ranks if waits else ()
-        while self.world.meetings.any(self.segments.compile_next, "compiling segments", ranks):
+        while self.world.rendezvous.any(self.segments.compile_next, "compiling segments", ranks):
             pass
         self._due = None
         if self._capture is not None:
@@ -278,7 +273,7 @@ class RankProgram:
         found = instruction_at(self.bound, error.__traceback__) if self.active else None
         about = communication_of(self.program, found) if self.active else None
         if error.where is None:
-            place = f"{self.name if about is None else about.said} in step {self.step}: "
+            place = f"{self.name if about is None else about.description} in step {self.step}: "
             error.where = self.line if about is None else about.line
             error.args, error.ended = (place + error.args[0], *error.args[1:]), place + error.ended
 
@@ -287,11 +282,11 @@ class RankProgram:
 
         The script may catch it, and go on with this step or the next.
         """
-        phase, turns = self._phase, self.world.turns
+        phase, lock = self._phase, self.world.order_lock
         if self.world.size == 1:
             return
         if phase is _Phase.GATHERING:
-            turns.leave_off(f"step {self.step} of {self.name}, output {self._gathered}", self.world.all_ranks, error)
+            lock.leave_off(f"step {self.step} of {self.name}, output {self._gathered}", self.world.all_ranks, error)
         elif self.active:
             traces = (error.__traceback__, getattr(error.__cause__, "__traceback__", None))  # a KernelError has a cause
             line = max(line_in_main(self.bound, trace) for trace in traces)
@@ -302,23 +297,23 @@ class RankProgram:
             if sent:
                 before = sum(place < end for place in sent)
                 where = f"step {self.step} of {self.name}, after {before} of {len(sent)} communications"
-                turns.leave_off(where, self.compiled.ranks, error)
+                lock.leave_off(where, self.compiled.ranks, error)
 
     def place(self, frame: FrameType | None) -> str:
         """Where in the program a thread with this innermost frame is, in words: for other ranks, and for last words."""
         about = communication_of(self.program, instruction_of(self.bound, frame)) if self.active else None
         when = f"{'in' if self.running else 'after'} step {self.step}"
-        return when if about is None else f"{about.said} {when} at {about.line}"
+        return when if about is None else f"{about.description} {when} at {about.line}"
 
     def _gather(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
         """The global outputs on every rank, from every rank's shards."""
         graph, out = self.compiled.graph, []
         rows = zip(graph.outputs, self.compiled.output_shardings(), outputs, strict=True)
         for self._gathered, (tensor, sharding, local) in enumerate(rows):
-            kind = graph.tensors[tensor].type
-            dtype = getattr(torch, kind.dtype.value)
+            ttype = graph.tensors[tensor].type
+            dtype = getattr(torch, ttype.dtype.value)
             with torch.no_grad():
-                out.append(gather_output(self.world, local, sharding, kind.shape, dtype, self.device))
+                out.append(gather_output(self.world, local, sharding, ttype.shape, dtype, self.device))
         return out
 
 

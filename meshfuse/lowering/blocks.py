@@ -1,4 +1,4 @@
-"""Where the parts of a move lie in local tensors, and whether they are equal blocks in the order of the ranks."""
+"""Where the parts of a reshard lie in local tensors, and whether they are equal blocks in the order of the ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from ..reshard.steps import Move, MoveKind
+from ..reshard.steps import Step, StepKind
 from ..sharding import layout as lay
 from ..sharding.layout import Runs
 from .boxes import Box
@@ -34,24 +34,24 @@ def is_dense(box: Box, shape: Sequence[int]) -> bool:
     return all(len(runs) == 1 for runs in box) and counts[cut + 1 :] == list(shape[cut + 1 :])
 
 
-def gathered_dim(move: Move, shape: tuple[int, ...], group: Group, rank: int) -> int | None:
+def gathered_dim(step: Step, shape: tuple[int, ...], group: Group, rank: int) -> int | None:
     """The dim along which the ranks' equal blocks, in order, make the gathered tensor; None where none does."""
-    held = [move.held(shape, r) for r in group]
+    held = [step.held(shape, r) for r in group]
     if len(set(map(local_shape, held))) != 1:
         return None
-    wanted = move.wanted(shape, rank)
+    wanted = step.wanted(shape, rank)
     return _cut_dim([local_box(wanted, index) for index in held], local_shape(wanted))
 
 
 @functools.lru_cache(maxsize=4096)
-def dealt_dims(move: Move, shape: tuple[int, ...], group: Group) -> tuple[int, int] | None:
+def block_exchange_dims(step: Step, shape: tuple[int, ...], group: Group) -> tuple[int, int] | None:
     """(the dim along which each rank cuts its source, the dim along which it joins what comes) of an all-to-all.
 
     Both must be equal blocks in the order of the ranks, one from and for each rank; None for all other exchanges.
     """
-    if move.kind is not MoveKind.ALL_TO_ALL or move.only is not None:
+    if step.kind is not StepKind.ALL_TO_ALL or step.only is not None:
         return None
-    held, wanted = ([*zip(*[index(shape, rank) for rank in group], strict=True)] for index in (move.held, move.wanted))
+    held, wanted = ([*zip(*[index(shape, rank) for rank in group], strict=True)] for index in (step.held, step.wanted))
     changed = [d for d in range(len(shape)) if len({*held[d], *wanted[d]}) > 1]
     # All of the group have the same of the other dims: dim by dim tells of all pairs of ranks, which may be millions.
     if len(changed) == 2 and all(along[0] for along in held):

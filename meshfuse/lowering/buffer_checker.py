@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ..reshard.steps import box_numel
 from .boxes import Box
 from .effects import Effects
-from .instructions import Allocate, BufferPart, Collective, CommunicationCall, Instruction, Own, Put
+from .instructions import Allocate, Collective, CommunicationCall, Copy, Instruction, View
 
 # Of memory that some instruction made whole: nothing of it is missing.
 _WHOLE = 0
@@ -135,23 +135,23 @@ class BufferChecker:
     # making
 
     def _make(self, instruction: Instruction, facts: Effects) -> None:
-        if isinstance(instruction, BufferPart):
-            self._cut(instruction)
+        if isinstance(instruction, View) and instruction.box is not None:
+            self._cut(instruction, instruction.box)
             return
         if isinstance(instruction, Allocate):
             size = math.prod(instruction.shape)
             missing = _WHOLE if instruction.fill else size
             self._buffers[instruction.target] = _Buffer(missing, instruction.target, size)
             return
-        if isinstance(instruction, Own) and instruction.fresh:
-            self._given.add(instruction.source_name)
+        if isinstance(instruction, Copy) and instruction.takes:
+            self._given.update(instruction.reads)
         for name in facts.makes:
             self._buffers[name] = _Buffer(_WHOLE, name)
 
-    def _cut(self, part: BufferPart) -> None:
+    def _cut(self, part: View, box: Box) -> None:
         """Note a part of a buffer; it must share no element with other parts."""
-        whole, size = self._buffers[part.source_name], box_numel(part.box)
-        for interval in part.box[_cut_dim(part.box, part.shape)] if size else ():
+        whole, size = self._buffers[part.source_name], box_numel(box)
+        for interval in box[_cut_dim(box, part.shape)] if size else ():
             at = bisect.bisect(whole.intervals, interval)
             before, after = whole.intervals[max(at - 1, 0) : at], whole.intervals[at : at + 1]
             assert all(b[1] <= interval[0] for b in before), f"parts overlap: {part}"
@@ -170,6 +170,6 @@ def _cut_dim(box: Box, shape: tuple[int, ...]) -> int:
 
 def _written(instruction: Instruction, buffer: _Buffer) -> int:
     """Elements that an instruction writes for the first time, if it is the first to write them."""
-    if isinstance(instruction, Put):
+    if isinstance(instruction, Copy) and instruction.box is not None:
         return box_numel(instruction.box)
     return buffer.size

@@ -1,20 +1,21 @@
-"""The chunks of a loop on one rank: their names, where they lie, and a step's instructions for one of them."""
+"""The chunks of a loop on one rank: their names, where they lie, and a statement's instructions for one of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ..dtypes import DataType
 from ..graph import Graph
-from ..reshard.steps import Move, box_numel, restricted
-from ..resharding import Compute, Set, Value
+from ..ops.local import LocalCall
+from ..reshard.steps import Step, box_numel, restricted
+from ..resharding import Compute, Reshard, Value
 from ..sharding.layout import Runs
 from .boxes import Box, box_text
-from .chunk_calls import ChunkCall
-from .collectives import MoveContext, is_dense, local_box, local_shape, lower_move
-from .instructions import Allocate, BufferPart, Instruction, Kernel, Launch, Put, Slice
+from .collectives import ReshardContext, is_dense, local_box, local_shape, lower_reshard
+from .copies import put, view_box
+from .instructions import Allocate, Instruction, Kernel, Launch, View
 from .kernel_text import functions, origin, scalar_params
 from .overlapped import ChunkLoop
 from .segments import SegmentedDefinition
@@ -35,9 +36,9 @@ class Lowering(Protocol):
 
     def scalar_text(self, value: Any) -> str: ...
 
-    def move_context(self, step: Set, source: str, target: str, fresh: bool) -> MoveContext: ...
+    def reshard_context(self, reshard: Reshard, source: str, target: str, fresh: bool) -> ReshardContext: ...
 
-    def wire(self, move: Move, source: int) -> float: ...
+    def wire(self, step: Step, source: int) -> float: ...
 
     def is_fresh(self, value: int) -> bool: ...
 
@@ -137,7 +138,7 @@ class Chunks:
             return self.low.name(v)
         assert v not in self.made
         name = self.known[v, chunk] = self.low.new_name(f"v{v}_{chunk}", self.loop.id)
-        self.out.append(Slice(name, self.low.name(v), self._box(v, chunk), local_shape(self._held(v))))
+        self.out.append(view_box(name, self.low.name(v), self._box(v, chunk), local_shape(self._held(v))))
         return name
 
     def _target(self, v: int, chunk: int) -> tuple[str, bool]:
@@ -150,7 +151,7 @@ class Chunks:
             name, placed = self.low.new_name(f"v{v}_{chunk}", self.loop.id), v in self.parts
             if placed:
                 box, shape = self._box(v, chunk), local_shape(self._held(v))
-                self.out.append(BufferPart(name, self.low.name(v), box, shape, self._note(chunk)))
+                self.out.append(View(name, self.low.name(v), box_text(box, shape), box, shape, self._note(chunk)))
         self.known[v, chunk] = name
         return name, placed
 
@@ -158,70 +159,103 @@ class Chunks:
         """Copy a chunk from memory of its own into the whole."""
         if v in self.whole and v not in self.parts:
             box, shape = self._box(v, chunk), local_shape(self._held(v))
-            self.out.append(Put(self.low.name(v), box, shape, self.known[v, chunk]))
+            self.out.append(put(self.low.name(v), box, shape, self.known[v, chunk]))
 
-    # one step
+    # one statement
 
-    def _step(self, step: Compute | Set, chunk: int) -> None:
-        if isinstance(step, Compute):
-            self._compute(step, chunk)
+    def _statement(self, statement: Compute | Reshard, chunk: int) -> None:
+        if isinstance(statement, Compute):
+            self._compute(statement, chunk)
         else:
-            self._move(step, chunk)
+            self._reshard(statement, chunk)
 
-    def _compute(self, step: Compute, chunk: int) -> None:
-        inputs = [self._read(v, chunk) for v in step.inputs]
-        targets = [self._target(v, chunk) for v in step.outputs]
-        kernel, scalars = self._kernel(step, chunk, tuple(placed for _, placed in targets))
+    def _compute(self, statement: Compute, chunk: int) -> None:
+        inputs = [self._read(v, chunk) for v in statement.inputs]
+        targets = [self._target(v, chunk) for v in statement.outputs]
+        kernel, scalars = self._kernel(statement, chunk, tuple(placed for _, placed in targets))
         placed = [name for name, is_there in targets if is_there]
         arguments = (*dict.fromkeys(inputs), *placed, *scalars)
         made = tuple(name for name, is_there in targets if not is_there)
         self.out.append(Launch(kernel, arguments, made, self._note(chunk)))
-        for v in step.outputs:
+        for v in statement.outputs:
             self._store(v, chunk)
 
-    def _kernel(self, step: Compute, chunk: int, placed: tuple[bool, ...]) -> tuple[Kernel, tuple[str, ...]]:
+    def _kernel(self, statement: Compute, chunk: int, placed: tuple[bool, ...]) -> tuple[Kernel, tuple[str, ...]]:
         """The kernel of an op on a chunk; chunks with equal text share one."""
-        call = self._call(step, chunk)
-        given = list(dict.fromkeys(self.low.name(v) for v in step.inputs))
-        targets = [f"v{v}" for v in step.outputs]
+        call = self._call(statement, chunk)
+        given = list(dict.fromkeys(self.low.name(v) for v in statement.inputs))
+        targets = [f"v{v}" for v in statement.outputs]
         filled = [t for t, is_there in zip(targets, placed, strict=True) if is_there]
         lines = call.lines(targets, filled)
-        scalars = scalar_params(self.graph, [step], lines)
+        scalars = scalar_params(self.graph, [statement], lines)
         params = (*given, *filled, *scalars)
         results = tuple(t for t in targets if t not in filled)
-        key = (self.graph.nodes[step.node].name, *params, "", *lines)
+        key = (self.graph.nodes[statement.node].name, *params, "", *lines)
         if key not in self.kernels:
             name = f"loop_{self.loop.id}" + (f"_{len(self.kernels)}" if self.kernels else "")
-            flops, nbytes = self.low.cost(step)
-            share, called = self._share(step, chunk), functions(self.graph, [step])
+            flops, nbytes = self.low.cost(statement)
+            share, called = self._share(statement, chunk), functions(self.graph, [statement])
             written = tuple(range(len(given), len(given) + len(filled)))
             work = ((flops * share, nbytes * share),)
-            origins = (origin(self.graph.nodes[step.node]),) * len(lines)
+            origins = (origin(self.graph.nodes[statement.node]),) * len(lines)
             self.kernels[key] = Kernel(name, params, tuple(lines), results, called, work, written, origins)
         return self.kernels[key], scalars
 
-    def _share(self, step: Compute, chunk: int) -> float:
+    def _share(self, statement: Compute, chunk: int) -> float:
         """The part of an op's work that a chunk is."""
-        whole = box_numel(self._held(step.outputs[0]))
-        return box_numel(self._held(step.outputs[0], chunk)) / whole if whole else 0.0
+        whole = box_numel(self._held(statement.outputs[0]))
+        return box_numel(self._held(statement.outputs[0], chunk)) / whole if whole else 0.0
 
-    def _call(self, step: Compute, chunk: int) -> ChunkCall:
-        node, wide = self.graph.nodes[step.node], ".float()" if step is self.wide else ""
+    def _call(self, statement: Compute, chunk: int) -> ChunkCall:
+        node, wide = self.graph.nodes[statement.node], ".float()" if statement is self.wide else ""
         return ChunkCall(
-            node.call, [self.low.name(v) + wide for v in step.inputs], step.placement.operands, step.placement.results,
+            node.call, [self.low.name(v) + wide for v in statement.inputs],
+            statement.placement.operands, statement.placement.results,
             self.rank, self.low.scalar_text, node.salt,
-            tuple(self._only(v, chunk) for v in step.inputs), tuple(self._only(v, chunk) for v in step.outputs),
+            tuple(self._only(v, chunk) for v in statement.inputs),
+            tuple(self._only(v, chunk) for v in statement.outputs),
         )  # fmt: skip
 
-    def _move(self, step: Set, chunk: int) -> None:
-        source = self._read(step.source, chunk)
-        fresh = self._is_fresh(step.source)
-        target, placed = self._target(step.target, chunk)
-        context = self.low.move_context(step, source, target, fresh)
+    def _reshard(self, reshard: Reshard, chunk: int) -> None:
+        source = self._read(reshard.source, chunk)
+        fresh = self._is_fresh(reshard.source)
+        target, placed = self._target(reshard.target, chunk)
+        context = self.low.reshard_context(reshard, source, target, fresh)
         about = replace(context.about, why=f"{context.about.why}, {self._note(chunk)}")
-        only = self._only(step.source, chunk)
-        move = replace(step.move, only=only)
-        context = replace(context, move=move, about=about, work=f"w{step.target}_{chunk}", placed=placed)
-        context = replace(context, about=replace(about, wire=self.low.wire(move, step.source)))
-        self.out.extend(lower_move(context))
-        self._store(step.target, chunk)
+        only = self._only(reshard.source, chunk)
+        step = replace(reshard.step, only=only)
+        context = replace(context, step=step, about=about, work=f"w{reshard.target}_{chunk}", placed=placed)
+        context = replace(context, about=replace(about, wire=self.low.wire(step, reshard.source)))
+        self.out.extend(lower_reshard(context))
+        self._store(reshard.target, chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCall(LocalCall):
+    """A call on one rank for one chunk: `operand_only` and `result_only` are (dim, indices) of the chunk in each."""
+
+    operand_only: tuple[tuple[int, Runs] | None, ...] = ()
+    result_only: tuple[tuple[int, Runs] | None, ...] = ()
+
+    @property
+    def operand_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(local_shape(self.operand_runs(i)) for i in range(len(self.call.types)))
+
+    @property
+    def result_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(local_shape(self.result_runs(i)) for i in range(len(self.call.results)))
+
+    def operand_runs(self, operand: int) -> tuple[Runs, ...]:
+        runs = self.operand_shardings[operand].runs(self.call.types[operand].shape, self.rank)
+        return restricted(runs, self.operand_only[operand])
+
+    def result_runs(self, result: int) -> tuple[Runs, ...]:
+        runs = self.result_shardings[result].runs(self.call.results[result].shape, self.rank)
+        return restricted(runs, self.result_only[result])
+
+    def lines(self, targets: Sequence[str], filled: Sequence[str]) -> list[str]:
+        """Python that makes the results; those in `filled` are written into tensors of these names."""
+        if len(targets) == 1 and filled and (text := self.into(targets[0])) is not None:
+            return text
+        names = [f"{t}_new" if t in filled else t for t in targets]
+        return [*self.statements(names), *(f"{t}.copy_({t}_new)" for t in filled)]

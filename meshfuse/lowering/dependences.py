@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .effects import Effects, effects
-from .instructions import BufferPart, CommunicationCall, Instruction, Wait
+from .instructions import CommunicationCall, Instruction, View, Wait
 
 
 class _BufferAccesses:
@@ -68,7 +68,7 @@ class _Dependences:
         if not facts.shares or not facts.makes:
             return
         source = self._of(facts.shares)
-        if isinstance(ins, BufferPart):
+        if isinstance(ins, View) and ins.box is not None:
             memory = _BufferAccesses(source)
             source.parts.append(memory)
             source = memory

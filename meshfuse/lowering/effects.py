@@ -7,21 +7,14 @@ from typing import Any, NamedTuple
 
 from .instructions import (
     Allocate,
-    BufferPart,
     Collective,
-    Deal,
-    Flatten,
+    Copy,
     Free,
     Instruction,
-    Join,
     Launch,
-    Own,
-    Pack,
-    Put,
     Reduce,
     SendRecv,
-    Slice,
-    Unflatten,
+    View,
     Wait,
 )
 
@@ -59,28 +52,23 @@ def _send_recv(i: SendRecv) -> Effects:
     return Effects(buffer, (), (i.work,)) if i.kind == "send" else Effects((), buffer, (i.work,))
 
 
-def _from_source(i: Slice | Pack | Deal | Join | Unflatten) -> Effects:
-    return Effects((i.source_name,), (), (i.target,), i.source_name)
+def _view(i: View) -> Effects:
+    # A part that is written through its name is not read yet.
+    return Effects(() if i.box is not None else (i.source_name,), (), (i.target,), i.source_name)
 
 
-def _own(i: Own) -> Effects:
-    return Effects((i.source_name,), (), (i.target,), i.source_name if i.fresh else "")
+def _copy(i: Copy) -> Effects:
+    if i.box is not None:
+        return Effects(i.reads, (i.target,))
+    return Effects(i.reads, (), (i.target,), i.reads[0] if i.aliases else "")
 
 
 _EFFECTS: dict[type, Callable[[Any], Effects]] = {
     Launch: _launch,
-    Slice: _from_source,
-    Own: _own,
-    Pack: _from_source,
-    Deal: _from_source,
-    Join: _from_source,
-    # A part is a name for memory: nothing is read yet.
-    BufferPart: lambda i: Effects((), (), (i.target,), i.source_name),
+    View: _view,
     Allocate: lambda i: Effects((), (), (i.target,)),
-    Put: lambda i: Effects((i.source_name,), (i.target,)),
+    Copy: _copy,
     Reduce: lambda i: Effects((i.source_name, i.own) if i.own else (i.source_name,), (), (i.target,)),
-    Flatten: lambda i: Effects(i.source_names, (), (i.target,)),
-    Unflatten: _from_source,
     Collective: lambda i: Effects(tuple(n for n in i.reads if n not in i.writes), i.writes, (i.work,)),
     SendRecv: _send_recv,
     Wait: lambda i: Effects((i.work,)),

@@ -17,25 +17,11 @@ from .blocks import is_dense
 from .dependences import dependences
 from .effects import effects
 from .fusable_copies import Fusible
-from .instructions import (
-    Allocate,
-    CommunicationCall,
-    Deal,
-    Flatten,
-    Instruction,
-    Join,
-    Launch,
-    Own,
-    Pack,
-    Put,
-    Reduce,
-    Wait,
-)
+from .instructions import Allocate, CommunicationCall, Copy, Instruction, Launch, Reduce, Wait
 
 # A compiler chooses for every element among the pieces that are put into a tensor: more of them, and such as are not
 # in one piece of memory, take longer than copying them first (Inductor, on a CPU).
 _FEW = 4
-_COPIES = (Pack, Deal, Put, Reduce, Join, Flatten, Own)
 # The name of a scalar of the program, which may be no parameter of the kernel.
 _SCALAR = re.compile(r"\bs\d+\b")
 
@@ -48,12 +34,12 @@ def fuse_copies(
     `fusible` is by the names of kernels. What a kernel unpacks is held until it ends: together with what is in flight,
     no more than `room` bytes.
     """
-    if not any(isinstance(i, _COPIES) for i in body):
+    if not any(isinstance(i, (Copy, Reduce)) for i in body):
         return list(body)
-    return _Absorber(body, fusible, outputs, room).run()
+    return _CopyFuser(body, fusible, outputs, room).run()
 
 
-class _Absorber:
+class _CopyFuser:
     """By name, `makers` are the places that make or write it, `readers` those that read it.
 
     `inside` goes into kernels.
@@ -131,16 +117,16 @@ class _Absorber:
             ins = self.body[after]
             if isinstance(ins, (Launch, CommunicationCall)):
                 break
-            if isinstance(ins, (Pack, Deal, Flatten, Own)) and self._is_pack_of(launch, place, after, ins):
+            if isinstance(ins, Copy) and ins.box is None and self._is_pack_of(launch, place, after, ins):
                 found.append(after)
         return found
 
-    def _is_pack_of(self, launch: Launch, place: int, after: int, ins: Pack | Deal | Flatten | Own) -> bool:
+    def _is_pack_of(self, launch: Launch, place: int, after: int, ins: Copy) -> bool:
         kernel = launch.kernel.name
         mine = [name for name in effects(ins).reads if name in launch.outputs]
         if not mine or not self.made[kernel].issuperset(mine) or max(self.depends[after]) > place:
             return False
-        if not _may_be_a_view(ins):
+        if not ins.aliases:
             return True
         # Two results of a kernel in one memory are more than its readers are told of.
         return self.turned[kernel].issuperset(mine) and all(self._only_reader(name, after) for name in mine)
@@ -169,18 +155,11 @@ class _Absorber:
 def _copies(parts: Sequence[Instruction]) -> bool:
     """Whether these instructions together make one tensor, by nothing but copying."""
     if len(parts) == 1:
-        return isinstance(parts[0], Reduce) or (isinstance(parts[0], Join) and not parts[0].is_view)
-    puts = [part for part in parts[1:] if isinstance(part, Put)]
-    if not isinstance(parts[0], Allocate) or len(puts) != len(parts) - 1 or _SCALAR.search(parts[0].fill):
+        return isinstance(parts[0], Reduce) or (isinstance(parts[0], Copy) and not parts[0].aliases)
+    boxes = [(part.box, part.shape) for part in parts[1:] if isinstance(part, Copy) and part.box is not None]
+    if not isinstance(parts[0], Allocate) or len(boxes) != len(parts) - 1 or _SCALAR.search(parts[0].fill):
         return False
-    return len(puts) <= _FEW and all(is_dense(put.box, put.shape) for put in puts)
-
-
-def _may_be_a_view(ins: Pack | Deal | Flatten | Own) -> bool:
-    """Whether it may copy nothing: where its source is dense, its result is a view."""
-    if isinstance(ins, Own):
-        return ins.fresh
-    return isinstance(ins, Pack) and len(ins.boxes) == 1 and is_dense(ins.boxes[0], ins.shape)
+    return len(boxes) <= _FEW and all(is_dense(box, shape) for box, shape in boxes)
 
 
 def _in_flight(body: Sequence[Instruction], sizes: Mapping[str, int]) -> list[int]:

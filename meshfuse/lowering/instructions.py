@@ -1,4 +1,4 @@
-"""The instructions of a host program. Each is a value, and prints as the Python that runs it."""
+"""The instructions of a host program: values that print as the Python code that runs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .boxes import Box, box_text
 class Kernel:
     """A segment on one rank: a local function of tensors and scalars, one line of torch code per op.
 
-    written: the places of parameters that it writes results into; all other results are new tensors.
-    functions: of registered ops, which lines call as OP.name.
-    work: for every op its operations, and the bytes that it reads and writes at least.
-    origins: for every line the op, and the user's line.
-    unpacks: done first: they make values that the lines read from what was received.
-    packs: done last: they make what is sent of the results.
+    written: indices of the parameters that results are written into. All other results are new tensors.
+    functions: the functions of registered ops, which lines call as OP.name.
+    work: per op, its operations and the least bytes that it reads and writes.
+    origins: per line, the op and the user's line.
+    unpacks: run first; they make values that the lines read from received buffers.
+    packs: run last; they make the buffers to send from the results.
     """
 
     name: str
@@ -42,11 +42,11 @@ class Kernel:
 
     @property
     def before(self) -> int:
-        """How many lines of its text stand before those of its ops."""
+        """The number of lines before those of the ops."""
         return bool(self.written) + 1 + len(self.unpacks)
 
     def source(self) -> list[str]:
-        # torch refuses to write into an existing tensor what gradients could be asked of.
+        # torch refuses to write a tensor that requires gradients into an existing one.
         marks = ["@torch.no_grad()"] if self.written else []
         returned = [f"    return {', '.join(self.results)}"] if self.results or not self.lines else []
         return [
@@ -61,7 +61,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Run a kernel. `note` tells a reader which part of a loop this is."""
+    """Run a kernel. `note` says which part of a loop this is."""
 
     kernel: Kernel
     inputs: tuple[str, ...]
@@ -70,7 +70,7 @@ class Launch:
 
     @property
     def written(self) -> tuple[str, ...]:
-        """The buffers among its inputs that it writes into."""
+        """The input buffers that it writes into."""
         return tuple(self.inputs[place] for place in self.kernel.written)
 
     def source(self) -> str:
@@ -79,35 +79,28 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """A part of a tensor: what a rank keeps when a replicated dim becomes sharded."""
+class View:
+    """A name for a part of a tensor, which Python text, `part`, takes. Nothing is copied where torch has views.
+
+    box: set for memory that is written through this name: the part of a buffer of `shape` that one chunk of a loop
+        makes. Such parts of a buffer share no element.
+    note: tells a reader which chunk it is.
+    """
 
     target: str
     source_name: str
-    box: Box
-    shape: tuple[int, ...]
-
-    def source(self) -> str:
-        return f"{self.target} = {self.source_name}{box_text(self.box, self.shape)}"
-
-
-@dataclass(frozen=True, slots=True)
-class BufferPart:
-    """A name for the part of a buffer that one chunk of a loop writes. Parts of a buffer share no element."""
-
-    target: str
-    source_name: str
-    box: Box
-    shape: tuple[int, ...]
+    part: str
+    box: Box | None = None
+    shape: tuple[int, ...] = ()
     note: str = ""
 
     def source(self) -> str:
-        return f"{self.target} = {self.source_name}{box_text(self.box, self.shape)}"
+        return f"{self.target} = {self.source_name}{self.part}"
 
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """A new buffer, filled with a number (Python text) if one is given."""
+    """A new buffer; `fill` is the Python text of a number to fill it with."""
 
     target: str
     shape: tuple[int, ...]
@@ -115,83 +108,51 @@ class Allocate:
     fill: str = ""
 
     def source(self) -> str:
-        make = f"M.full({_tuple(self.shape)}, {self.fill}" if self.fill else f"M.empty({_tuple(self.shape)}"
+        make = f"M.full({tuple_text(self.shape)}, {self.fill}" if self.fill else f"M.empty({tuple_text(self.shape)}"
         return f"{self.target} = {make}, torch.{self.dtype.value})"
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
-    """A contiguous tensor that may be written to: a copy, unless the source is fresh and dies here."""
+class Copy:
+    """Copy parts of tensors into new memory, or into a box of a buffer. `copies.py` has the ways in which this is used.
+
+    sources: of each the tensor, and Python text that takes a part of it; one after the other in a flat buffer if there
+        are several.
+    how: the method of M that makes the new memory: "dense" copies only what is not contiguous.
+    result: Python text that gives the new memory its shape.
+    box: where the source goes in a buffer of `shape`, which exists already.
+    aliases: the target may lie in the source's memory, which is contiguous already.
+    takes: the source is not used after this, so that the target may be written to.
+    """
 
     target: str
-    source_name: str
-    fresh: bool
-
-    def source(self) -> str:
-        return f"{self.target} = M.{'dense' if self.fresh else 'clone'}({self.source_name})"
-
-
-@dataclass(frozen=True, slots=True)
-class Pack:
-    """Copy boxes of a tensor into a flat buffer, one after the other."""
-
-    target: str
-    source_name: str
-    boxes: tuple[Box, ...]
-    shape: tuple[int, ...]
-
-    def source(self) -> str:
-        if len(self.boxes) == 1:
-            box = box_text(self.boxes[0], self.shape)
-            return f"{self.target} = M.dense({self.source_name}{box}).view(-1)"
-        parts = ", ".join(f"{self.source_name}{box_text(box, self.shape)}" for box in self.boxes)
-        return f"{self.target} = M.cat([{parts}])" if self.boxes else f"{self.target} = {self.source_name}.new_empty(0)"
-
-
-@dataclass(frozen=True, slots=True)
-class Deal:
-    """Copy equal blocks of a tensor along one dim into a flat buffer, one after the other: a `Join` undoes it."""
-
-    target: str
-    source_name: str
-    blocks: int
-    shape: tuple[int, ...]
-    dim: int
+    sources: tuple[tuple[str, str], ...]
+    how: Literal["dense", "clone", "cat", ""]
+    result: str = ""
+    box: Box | None = None
+    shape: tuple[int, ...] = ()
+    aliases: bool = False
+    takes: bool = False
 
     @property
-    def is_view(self) -> bool:
-        """Whether the blocks lie one after the other already, so that nothing is copied."""
-        return math.prod(self.shape[: self.dim]) == 1
+    def reads(self) -> tuple[str, ...]:
+        return tuple([name for name, _ in self.sources])
 
     def source(self) -> str:
-        cut = (*self.shape[: self.dim], self.blocks, self.shape[self.dim] // self.blocks, *self.shape[self.dim + 1 :])
-        return f"{self.target} = M.dense({self.source_name}.view({_tuple(cut)}).movedim({self.dim}, 0)).view(-1)"
-
-
-@dataclass(frozen=True, slots=True)
-class Put:
-    """Copy a tensor, or a flat buffer, into a box of the target; `part` is Python text that takes a part of it."""
-
-    target: str
-    box: Box
-    shape: tuple[int, ...]
-    source_name: str
-    part: str = ""
-
-    @property
-    def value(self) -> str:
-        return self.source_name + self.part
-
-    def source(self) -> str:
-        return f"{self.target}{box_text(self.box, self.shape, assign=True)} = {self.value}"
+        parts = ", ".join(map("".join, self.sources))
+        if self.box is not None:
+            return f"{self.target}{box_text(self.box, self.shape, assign=True)} = {parts}"
+        if not self.how:
+            return f"{self.target} = {parts}"
+        return f"{self.target} = M.{self.how}({f'[{parts}]' if self.how == 'cat' else parts}){self.result}"
 
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Reduce terms that stand one after the other in a flat buffer.
+    """Reduce terms that follow each other in a flat buffer.
 
-    `own` is a tensor with the rank's own term, if that is not among them; `part` is Python text that takes it. `among`:
-    see `_blocks`.
+    `own` is a tensor with this rank's term, if that is not in the buffer; `part` is Python text that takes it.
+    `among`: see `blocks_text`.
     """
 
     target: str
@@ -206,83 +167,18 @@ class Reduce:
     def source(self) -> str:
         own = self.own + self.part
         if own and self.terms == 1:
-            term = f"{self.source_name}{_part(self.shape, self.among)}.view({_tuple(self.shape)})"
+            term = f"{self.source_name}{_part(self.shape, self.among)}.view({tuple_text(self.shape)})"
             return f"{self.target} = M.combine({own}, {term}, {self.reduce!r})"
-        folded = f"M.fold({self.source_name}{_blocks(self.terms, self.shape, self.among)}, {self.reduce!r})"
+        folded = f"M.fold({self.source_name}{blocks_text(self.terms, self.shape, self.among)}, {self.reduce!r})"
         return f"{self.target} = " + (f"M.combine({own}, {folded}, {self.reduce!r})" if own else folded)
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
-    """Put the blocks of a flat buffer together along one dim. `among`: see `_blocks`."""
-
-    target: str
-    source_name: str
-    blocks: int
-    block_shape: tuple[int, ...]
-    dim: int
-    among: tuple[int, int] | None = None
-
-    @property
-    def is_view(self) -> bool:
-        """Whether the blocks, one after the other, are the joined tensor already."""
-        return self.among is None and (self.dim == 0 or self.block_shape[: self.dim].count(1) == self.dim)
-
-    @property
-    def text(self) -> str:
-        """Python text that makes the joined tensor."""
-        if self.is_view:
-            return f".view({_tuple(self._shape)})"
-        return f"{self._in_place}.reshape({_tuple(self._shape)})"
-
-    @property
-    def _in_place(self) -> str:
-        return f"{_blocks(self.blocks, self.block_shape, self.among)}.movedim(0, {self.dim})"
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return tuple(n * self.blocks if d == self.dim else n for d, n in enumerate(self.block_shape))
-
-    def source(self) -> str:
-        if self.is_view:
-            return f"{self.target} = {self.source_name}{self.text}"
-        return f"{self.target} = M.clone({self.source_name}{self._in_place}).view({_tuple(self._shape)})"
-
-
-@dataclass(frozen=True, slots=True)
-class Flatten:
-    """Copy tensors, or of each the part that a Python text takes, into a new flat buffer, one after the other."""
-
-    target: str
-    source_names: tuple[str, ...]
-    parts: tuple[str, ...] = ()
-
-    def source(self) -> str:
-        taken = map(str.__add__, self.source_names, self.parts) if self.parts else self.source_names
-        return f"{self.target} = M.cat([{', '.join(taken)}])"
-
-
-@dataclass(frozen=True, slots=True)
-class Unflatten:
-    """A part of a flat buffer as a tensor of this shape."""
-
-    target: str
-    source_name: str
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-
-    def source(self) -> str:
-        part = f"{self.source_name}[{self.start}:{self.stop}]"
-        return f"{self.target} = {part}.view({_tuple(self.shape) if self.shape else '()'})"
-
-
-@dataclass(frozen=True, slots=True)
 class Communication:
-    """What a collective is for, and what it costs: `wire` is this rank's bytes, counted as rings.
+    """Why a collective is there, and what it costs.
 
-    `kind` is the kind of the move, `move` its text. `why` and `line` tell who asked for it. `parts` are those moves
-    that one call does together.
+    `kind` is the kind of the step, `step` its text. `wire` is the bytes that this rank sends, for ring algorithms.
+    `why` and `line` say which op or annotation needs it. `parts` are the steps that one call does together.
     """
 
     kind: str
@@ -291,25 +187,25 @@ class Communication:
     wire: float
     why: str
     line: SourceLine
-    move: str
+    step: str
     parts: tuple[Communication, ...] = ()
 
     @property
-    def said(self) -> str:
-        """What is moved and for whom, as errors say it."""
+    def description(self) -> str:
+        """How errors name it."""
         return f"{self.kind} of {self.tensor} over {self.axes or 'two meshes'} ({self.why})"
 
 
-# As the methods of groups are called.
+# The methods of groups.
 CollectiveKind = Literal["all_reduce", "all_gather", "all_to_all", "broadcast"]
 MessageKind = Literal["send", "recv"]
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective of a group, issued; its Wait, for `work`, comes later.
+    """Issue a collective of a group; a later `Wait` for `work` completes it.
 
-    `text` is the call on the group; `payload` is how many elements the rank passes, and their dtype.
+    `text` is the call on the group. `payload` is the number of elements that this rank passes, and their dtype.
     """
 
     work: str
@@ -327,7 +223,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class SendRecv:
-    """A message to ("send") or from ("recv") a rank of a group, issued; `payload` is its elements and their dtype."""
+    """Issue a message to ("send") or from ("recv") a rank. `payload`: the number of elements, and their dtype."""
 
     work: str
     group: tuple[int, ...]
@@ -341,20 +237,20 @@ class SendRecv:
         return f"{self.work} = {group_name(self.group)}.{self.kind}({self.buffer}, {self.group.index(self.peer)})"
 
     def ends(self, rank: int) -> tuple[int, int]:
-        """(rank that sends, rank that receives), if this rank issues it."""
+        """The sending and the receiving rank, where `rank` issues it."""
         return (rank, self.peer) if self.kind == "send" else (self.peer, rank)
 
 
-# What issues a communication, which a `Wait` ends.
+# Instructions that issue a communication, which a `Wait` completes.
 CommunicationCall = Collective | SendRecv
-# The n-th collective of a group, or the n-th message from one rank to another.
-Meeting = tuple[object, int]
+# The n-th call in a channel.
+CallKey = tuple[object, int]
 
 
-def meeting_place(rank: int, call: CommunicationCall) -> tuple[object, int]:
-    """(what a call is counted among, how many ranks meet there): the n-th calls of all ranks in one place meet.
+def call_channel(rank: int, call: CommunicationCall) -> tuple[object, int]:
+    """The channel of a call, and how many ranks take part: the n-th calls of all ranks in a channel belong together.
 
-    A place is a group's collectives, or the messages from one rank to another.
+    A channel is the collectives of a group, or the messages from one rank to another.
     """
     if isinstance(call, Collective):
         return call.group, len(call.group)
@@ -363,7 +259,7 @@ def meeting_place(rank: int, call: CommunicationCall) -> tuple[object, int]:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait for a work. Until then what it writes must not be read, nor what it reads be written."""
+    """Wait for a communication. Before, its result must not be read nor its operands written."""
 
     work: str
 
@@ -373,7 +269,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """These buffers are not used any more."""
+    """Drop buffers that are no longer used."""
 
     names: tuple[str, ...]
 
@@ -381,40 +277,25 @@ class Free:
         return f"del {', '.join(self.names)}"
 
 
-Instruction = (
-    Launch
-    | Slice
-    | BufferPart
-    | Allocate
-    | Own
-    | Pack
-    | Deal
-    | Put
-    | Reduce
-    | Join
-    | Flatten
-    | Unflatten
-    | CommunicationCall
-    | Wait
-    | Free
-)
+Instruction = Launch | View | Allocate | Copy | Reduce | CommunicationCall | Wait | Free
 
 
 def _part(shape: Sequence[int], among: tuple[int, int] | None) -> str:
-    """Python text that takes one block out of a flat buffer of several."""
+    """Python text that takes one block out of a flat buffer."""
     return "" if among is None else f"[{among[0]}:{among[0] + math.prod(shape)}]"
 
 
-def _blocks(count: int, shape: Sequence[int], among: tuple[int, int] | None) -> str:
-    """Python text that takes blocks of a shape from a flat buffer: they stand one after the other.
+def blocks_text(count: int, shape: Sequence[int], among: tuple[int, int] | None) -> str:
+    """Python text that takes blocks of a shape from a flat buffer, where they follow each other.
 
-    With `among`, (where it begins there, how long a row is), each block stands in a row among others.
+    With `among`, a pair of an offset and a row length, each block starts at the offset in a row of its own.
     """
     rows = "" if among is None else f".view({count}, {among[1]})[:, {_part(shape, among)[1:]}"
-    return f"{rows}.view({_tuple((count, *shape))})"
+    return f"{rows}.view({tuple_text((count, *shape))})"
 
 
-def _tuple(values: Sequence[int]) -> str:
+def tuple_text(values: Sequence[int]) -> str:
+    """Python text of a tuple."""
     return f"({values[0]},)" if len(values) == 1 else f"({', '.join(map(str, values))})"
 
 

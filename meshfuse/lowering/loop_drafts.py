@@ -1,4 +1,4 @@
-"""Loops in the making: whether some steps can be one loop, and the order of a program with its loops."""
+"""Loops in the making: whether some statements can be one loop, and the order of a program with its loops."""
 
 from __future__ import annotations
 
@@ -7,50 +7,50 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..graph import Stream
-from ..resharding import Step
+from ..resharding import Statement
 from .chunked_dims import ChunkedDim
 from .overlapped import ChunkLoop, RingKind
 
 
 @dataclass(slots=True)
 class LoopDraft:
-    """A loop in the making; `steps` are the places of its steps in the program."""
+    """A loop in the making; `steps` are the places of its statements in the program."""
 
     tensor: int
     stream: Stream
-    steps: set[int] = field(default_factory=set)
+    statements: set[int] = field(default_factory=set)
     cuts: dict[int, ChunkedDim] = field(default_factory=dict)
     ring: RingKind | None = None
 
 
-def is_convex(steps: Sequence[Step], places: set[int]) -> bool:
-    """Whether these steps can be done in a row: no other step both depends on one of them and is needed by another."""
-    inside = set(steps[min(places)].outputs)
+def is_convex(statements: Sequence[Statement], places: set[int]) -> bool:
+    """Whether these statements can run in a row: no other one depends on one of them and is needed by another."""
+    inside = set(statements[min(places)].outputs)
     outside: set[int] = set()
     for place in range(min(places) + 1, max(places) + 1):
-        step = steps[place]
+        statement = statements[place]
         if place in places:
-            if outside.intersection(step.inputs):
+            if outside.intersection(statement.inputs):
                 return False
-            inside.update(step.outputs)
-        elif (inside | outside).intersection(step.inputs):
-            outside.update(step.outputs)
+            inside.update(statement.outputs)
+        elif (inside | outside).intersection(statement.inputs):
+            outside.update(statement.outputs)
     return True
 
 
 def in_order(
-    steps: Sequence[Step], maker: Mapping[int, int], drafts: Sequence[LoopDraft]
-) -> tuple[Step | ChunkLoop, ...] | None:
-    """All steps with each loop's in one place, each after what it reads, and otherwise in their order.
+    statements: Sequence[Statement], maker: Mapping[int, int], drafts: Sequence[LoopDraft]
+) -> tuple[Statement | ChunkLoop, ...] | None:
+    """All statements with each loop's in one place, each after what it reads, and otherwise in their order.
 
-    None where two loops need results of each other. `maker` is, by value, the place of the step that makes it.
+    None where two loops need results of each other. `maker` is, by value, the place of the statement that makes it.
     """
-    unit_of = {place: min(draft.steps) for draft in drafts for place in draft.steps}
+    unit_of = {place: min(draft.statements) for draft in drafts for place in draft.statements}
     before: dict[int, set[int]] = {}
     after: dict[int, set[int]] = {}
-    for place, step in enumerate(steps):
+    for place, statement in enumerate(statements):
         unit = unit_of.get(place, place)
-        found = {unit_of.get(maker[v], maker[v]) for v in step.inputs if v in maker} - {unit}
+        found = {unit_of.get(maker[v], maker[v]) for v in statement.inputs if v in maker} - {unit}
         before.setdefault(unit, set()).update(found)
         for other in found:
             after.setdefault(other, set()).add(unit)
@@ -64,18 +64,20 @@ def in_order(
             before[other].discard(unit)
             if not before[other]:
                 heapq.heappush(ready, other)
-    return tuple(_parts(steps, drafts, out)) if len(out) == len(before) else None
+    return tuple(_parts(statements, drafts, out)) if len(out) == len(before) else None
 
 
-def _parts(steps: Sequence[Step], drafts: Sequence[LoopDraft], units: Sequence[int]) -> Iterator[Step | ChunkLoop]:
-    begins = {min(draft.steps): draft for draft in drafts}
+def _parts(
+    statements: Sequence[Statement], drafts: Sequence[LoopDraft], units: Sequence[int]
+) -> Iterator[Statement | ChunkLoop]:
+    begins = {min(draft.statements): draft for draft in drafts}
     number = 0
     for unit in units:
         if unit not in begins:
-            yield steps[unit]
+            yield statements[unit]
             continue
         draft = begins[unit]
-        inside = tuple(steps[place] for place in sorted(draft.steps))
+        inside = tuple(statements[place] for place in sorted(draft.statements))
         chunks = len(draft.cuts[draft.tensor].chunks)
         yield ChunkLoop(number, inside, draft.cuts, chunks, draft.ring, draft.tensor, draft.stream)
         number += 1

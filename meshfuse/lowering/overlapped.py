@@ -1,6 +1,6 @@
-"""Ops and moves done in chunks, as a stream on a dim or `fd.overlap` asks.
+"""Ops and reshards done in chunks, as a stream on a dim or `fd.overlap` asks.
 
-A loop holds an op (or several in a row), the moves that bring its operands and those that take its results away. Cut
+A loop holds an op (or several in a row), the reshards that bring its operands and those that take its results away. Cut
 along one dim, one chunk's collective runs while the next chunk is computed (Wang et al., "Overlap Communication with
 Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023). In a ring every rank begins with
 its own shard, and shards, or sums of them, travel from rank to rank.
@@ -14,7 +14,7 @@ from typing import Literal
 
 from ..graph import Stream
 from ..mesh import DeviceMesh
-from ..resharding import Compute, ReshardedDefinition, Set, Step
+from ..resharding import Compute, Reshard, ReshardedDefinition, Statement
 from ..sharding import layout as lay
 from .chunked_dims import ChunkedDim
 
@@ -33,7 +33,7 @@ class ChunkLoop:
     """
 
     id: int
-    steps: tuple[Step, ...]
+    statements: tuple[Statement, ...]
     cuts: ChunkedDims
     chunks: int
     ring: RingKind | None
@@ -43,26 +43,26 @@ class ChunkLoop:
     @property
     def mesh(self) -> DeviceMesh:
         """The mesh of all its steps."""
-        return step_mesh(self.steps[0])
+        return statement_mesh(self.statements[0])
 
     @property
     def computes(self) -> tuple[Compute, ...]:
-        return tuple(s for s in self.steps if isinstance(s, Compute))
+        return tuple(s for s in self.statements if isinstance(s, Compute))
 
     @property
-    def moves(self) -> tuple[Set, ...]:
-        return tuple(s for s in self.steps if isinstance(s, Set))
+    def reshards(self) -> tuple[Reshard, ...]:
+        return tuple(s for s in self.statements if isinstance(s, Reshard))
 
     @property
     def inputs(self) -> tuple[int, ...]:
         """The values that come from outside the loop."""
         made = set(self.outputs)
-        return tuple(dict.fromkeys(v for s in self.steps for v in s.inputs if v not in made))
+        return tuple(dict.fromkeys(v for s in self.statements for v in s.inputs if v not in made))
 
     @property
     def outputs(self) -> tuple[int, ...]:
         """All values that the loop makes."""
-        return tuple(v for s in self.steps for v in s.outputs)
+        return tuple(v for s in self.statements for v in s.outputs)
 
     def only(self, tensor: int, chunk: int) -> tuple[int, lay.Runs]:
         """(dim, indices of it) of a chunk of a tensor."""
@@ -78,13 +78,13 @@ class ChunkLoop:
 
 @dataclass(frozen=True, slots=True)
 class OverlappedDefinition:
-    """The steps of a resharded definition, some of them in loops.
+    """The statements of a resharded definition, some of them in loops.
 
     `refused` tells for each tensor whose stream could not be used why that is.
     """
 
     resharded: ReshardedDefinition
-    parts: tuple[Step | ChunkLoop, ...]
+    parts: tuple[Statement | ChunkLoop, ...]
     refused: Mapping[int, str]
 
     @property
@@ -92,13 +92,13 @@ class OverlappedDefinition:
         return tuple(part for part in self.parts if isinstance(part, ChunkLoop))
 
     def verify(self) -> None:
-        """Assert that every step is there once, after what it reads."""
-        steps = [s for part in self.parts for s in (part.steps if isinstance(part, ChunkLoop) else (part,))]
-        assert len(steps) == len(self.resharded.steps)
+        """Assert that every statement is there once, after what it reads."""
+        statements = [s for part in self.parts for s in (part.statements if isinstance(part, ChunkLoop) else (part,))]
+        assert len(statements) == len(self.resharded.statements)
         known = set(self.resharded.inputs)
-        for step in steps:
-            assert known.issuperset(step.inputs) and known.isdisjoint(step.outputs)
-            known.update(step.outputs)
+        for statement in statements:
+            assert known.issuperset(statement.inputs) and known.isdisjoint(statement.outputs)
+            known.update(statement.outputs)
 
     def fingerprint(self) -> str:
         """A text that is equal only for equal definitions with equal loops, in the same order."""
@@ -111,7 +111,7 @@ class OverlappedDefinition:
         for loop in self.loops:
             cut = loop.cuts[loop.asked]
             how = f" in a ring ({loop.ring})" if loop.ring else ""
-            names = ", ".join(self.resharded.name_of(step) for step in loop.steps)
+            names = ", ".join(self.resharded.name_of(statement) for statement in loop.statements)
             label = graph.tensors[loop.asked].label
             count = f"{loop.chunks} chunk{'s' * (loop.chunks != 1)}"
             lines.append(f"loop {loop.id}: {count} of {cut}{how}: {names}  # asked of {label}")
@@ -120,6 +120,6 @@ class OverlappedDefinition:
         return "\n".join(lines)
 
 
-def step_mesh(step: Step) -> DeviceMesh:
-    """The mesh that a step runs on; for a transfer the one that it sends from."""
-    return step.placement.results[0].mesh if isinstance(step, Compute) else step.move.src.mesh
+def statement_mesh(statement: Statement) -> DeviceMesh:
+    """The mesh that a statement runs on; for a transfer the one that it sends from."""
+    return statement.placement.results[0].mesh if isinstance(statement, Compute) else statement.step.src.mesh

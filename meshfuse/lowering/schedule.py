@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .dependences import dependences
 from .durations import CostModel, directions, payload_bytes
-from .instructions import Allocate, Collective, CommunicationCall, Instruction, Launch, Put, SendRecv, Wait
+from .effects import effects
+from .instructions import Allocate, Collective, CommunicationCall, Copy, Free, Instruction, Launch, SendRecv, Wait
 
 # Bytes of buffers that communications in flight may hold before another one is issued ahead of its need.
 IN_FLIGHT = 1 << 30
@@ -89,7 +90,7 @@ class _Scheduler:
                 if wait >= 0:
                     late[place] = wait
                     self.ending.setdefault(wait, []).append(place)
-                elif isinstance(ins, Put):
+                elif isinstance(ins, Copy) and ins.box is not None:
                     self.follow.setdefault(driver, []).append(place)
 
     def run(self) -> list[Instruction]:
@@ -232,3 +233,34 @@ class _Scheduler:
 
 def _buffer_bytes(body: Sequence[Instruction]) -> dict[str, int]:
     return {i.target: math.prod(i.shape) * i.dtype.itemsize for i in body if isinstance(i, Allocate)}
+
+
+def with_frees(body: Sequence[Instruction], keep: Iterable[str]) -> list[Instruction]:
+    """The instructions with a Free after the last use of every name; a work uses what it reads until its Wait."""
+    dying: dict[int, list[str]] = {}
+    for name, end in _last_uses(body, set(keep)).items():
+        dying.setdefault(end, []).append(name)
+    out: list[Instruction] = []
+    for place, instruction in enumerate(body):
+        out.append(instruction)
+        if place in dying:
+            out.append(Free(tuple(sorted(dying[place]))))
+    return out
+
+
+def _last_uses(body: Sequence[Instruction], kept: set[str]) -> dict[str, int]:
+    """By name that is not kept, the place of the last instruction that uses it."""
+    last: dict[str, int] = {}
+    held_by_work: dict[str, tuple[str, ...]] = {}
+    for place, instruction in enumerate(body):
+        found = effects(instruction)
+        names = found.names
+        if isinstance(instruction, CommunicationCall):
+            held_by_work[instruction.work] = names
+        elif isinstance(instruction, Wait):
+            names = (*names, *held_by_work[instruction.work])
+        for name in names:
+            last[name] = place
+        if found.shares:
+            last[found.shares] = place
+    return {name: end for name, end in last.items() if name not in kept}

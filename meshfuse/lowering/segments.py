@@ -1,4 +1,4 @@
-"""Segments: runs of ops between moves, each computed by one kernel."""
+"""Segments: runs of ops between reshards, each computed by one kernel."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..reshard.hoist_moves import WORTH_A_LAUNCH, Seconds
-from ..resharding import Compute, ReshardedDefinition, Set
+from ..reshard.hoist_reshards import WORTH_A_LAUNCH, Seconds
+from ..resharding import Compute, Reshard, ReshardedDefinition
 from .overlapped import ChunkLoop, OverlappedDefinition
 
 
@@ -34,10 +34,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class SegmentedDefinition:
-    """Segments, moves and loops, in order."""
+    """Segments, reshards and loops, in order."""
 
     overlapped: OverlappedDefinition
-    parts: tuple[Segment | Set | ChunkLoop, ...]
+    parts: tuple[Segment | Reshard | ChunkLoop, ...]
 
     @property
     def resharded(self) -> ReshardedDefinition:
@@ -45,8 +45,8 @@ class SegmentedDefinition:
 
     def verify(self) -> None:
         """Assert that segments hold every op once, and give what others read."""
-        nodes = [c.node for part in self.parts if not isinstance(part, Set) for c in part.computes]
-        nodes += [part.node for part in self.parts if isinstance(part, Set) and part.node is not None]
+        nodes = [c.node for part in self.parts if not isinstance(part, Reshard) for c in part.computes]
+        nodes += [part.node for part in self.parts if isinstance(part, Reshard) and part.node is not None]
         assert sorted(nodes) == list(range(len(self.resharded.graph.nodes)))
 
     def __str__(self) -> str:
@@ -56,8 +56,8 @@ class SegmentedDefinition:
                 reads, made = (", ".join(f"v{v}" for v in values) for values in (part.inputs, part.outputs))
                 lines.append(f"{made} = loop_{part.id}({reads})")
                 continue
-            if isinstance(part, Set):
-                lines.append(f"v{part.target} = set v{part.source}: {part.move}")
+            if isinstance(part, Reshard):
+                lines.append(f"v{part.target} = set v{part.source}: {part.step}")
                 continue
             names = ", ".join(graph.nodes[c.node].name for c in part.computes)
             made = ", ".join(f"v{v}" for v in part.outputs)
@@ -68,10 +68,10 @@ class SegmentedDefinition:
 def segment(overlapped: OverlappedDefinition) -> SegmentedDefinition:
     """Put ops into segments: as many in a row as possible that run on one mesh."""
     read_after = _readers(overlapped)
-    parts: list[Segment | Set | ChunkLoop] = []
+    parts: list[Segment | Reshard | ChunkLoop] = []
     count = 0
     for group in _groups(overlapped.parts, Seconds(overlapped.resharded)):
-        if isinstance(group, (Set, ChunkLoop)):
+        if isinstance(group, (Reshard, ChunkLoop)):
             parts.append(group)
         else:
             parts.append(_make(count, group, read_after))
@@ -81,27 +81,29 @@ def segment(overlapped: OverlappedDefinition) -> SegmentedDefinition:
     return done
 
 
-def _groups(parts: Sequence[Compute | Set | ChunkLoop], seconds: Seconds) -> Iterator[Set | ChunkLoop | list[Compute]]:
-    """Runs of ops that one kernel computes: all on one mesh, and none waiting for a move that the others could hide."""
+def _groups(
+    parts: Sequence[Compute | Reshard | ChunkLoop], seconds: Seconds
+) -> Iterator[Reshard | ChunkLoop | list[Compute]]:
+    """Runs of ops that one kernel computes, on one mesh; none waits for a reshard that the others could hide."""
     run: list[Compute] = []
     work = 0.0
     moving: set[int] = set()
-    for step in parts:
-        joins = isinstance(step, Compute) and (not run or _on_one_mesh(run[-1], step))
-        if isinstance(step, Compute):
-            if not moving.isdisjoint(step.inputs):
+    for statement in parts:
+        joins = isinstance(statement, Compute) and (not run or _on_one_mesh(run[-1], statement))
+        if isinstance(statement, Compute):
+            if not moving.isdisjoint(statement.inputs):
                 joins = joins and work < WORTH_A_LAUNCH
-                moving.difference_update(step.inputs)
-        elif isinstance(step, Set) and seconds.of(step) >= WORTH_A_LAUNCH:
-            moving.add(step.target)
+                moving.difference_update(statement.inputs)
+        elif isinstance(statement, Reshard) and seconds.of(statement) >= WORTH_A_LAUNCH:
+            moving.add(statement.target)
         if run and not joins:
             yield run
             run, work = [], 0.0
-        if isinstance(step, Compute):
-            run.append(step)
-            work += seconds.of(step) if moving else 0.0
+        if isinstance(statement, Compute):
+            run.append(statement)
+            work += seconds.of(statement) if moving else 0.0
         else:
-            yield step
+            yield statement
     if run:
         yield run
 
@@ -112,7 +114,7 @@ def _on_one_mesh(a: Compute, b: Compute) -> bool:
 
 
 def _readers(overlapped: OverlappedDefinition) -> dict[int, set[int]]:
-    """By value the nodes that read it; -1 stands for moves, loops and outputs."""
+    """By value the nodes that read it; -1 stands for reshards, loops and outputs."""
     found: defaultdict[int, set[int]] = defaultdict(set, {value: {-1} for value in overlapped.resharded.outputs})
     for part in overlapped.parts:
         reader = part.node if isinstance(part, Compute) else -1

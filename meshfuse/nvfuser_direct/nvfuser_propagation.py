@@ -25,9 +25,6 @@ from ..ops.rules import FactorKind
 BoundDims = dict[str, int | frozenset[int]]
 Shapes = Mapping[int, tuple[int, ...]]
 
-# Ops whose results follow the weight and the bias before the activation, whichever is the more sharded.
-WEIGHTS_FIRST = ("linear", "matmul")
-
 
 def followed_outputs(
     recording: Recording, mesh: DeviceMesh, shapes: Shapes, scalars: Mapping[int, Any]
@@ -108,7 +105,7 @@ def _of_result(node: Node, place: int, found: Mapping[int, BoundDims | None]) ->
     operands = [(found.get(tensor, {}), dims) for tensor, dims in zip(node.inputs, node.rule.operands, strict=True)]
     if any(bound is None for bound, _ in operands):
         return None
-    if node.name in WEIGHTS_FIRST:
+    if node.call.op.follows_weight_first:
         operands = [*operands[1:], operands[0]]
     else:
         operands.sort(key=lambda operand: -len(operand[0] or {}))
@@ -167,8 +164,6 @@ def _source(node: Node, place: int, factors: tuple[int, ...]) -> int | None:
 # memory order
 
 StrideOrder = tuple[int, ...]  # The place of each dim in memory, 0 the fastest.
-# The operand (by place) that a result (by place) is laid out like.
-_ATTENTION = {"sdpfa_fwd": {0: 0}, "sdpfa_bwd": {0: 1, 1: 2, 2: 3}}
 
 
 def row_major(ndim: int) -> StrideOrder:
@@ -187,9 +182,8 @@ def inferred_orders(recording: Recording) -> list[StrideOrder]:
 
 
 def _operands_followed(recording: Recording, node: OpNode, tensor: int) -> list[int]:
-    if node.op.name in _ATTENTION:
-        place = _ATTENTION[node.op.name].get(node.outputs.index(tensor))
-        return [] if place is None else [node.inputs[place]]
+    if node.op.laid_out_like:
+        return [node.inputs[place] for place in node.op.laid_out_like[node.outputs.index(tensor) :][:1]]
     if node.op.rule is not pointwise_rule:
         return []
     ndim = recording.tensors[tensor].type.ndim

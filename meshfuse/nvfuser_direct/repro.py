@@ -12,7 +12,7 @@ from ..compiler import CompiledProgram
 from ..definition.namespaces import Fusion as CoreFusion
 from ..errors import ArgumentError, caller_line, user_error
 from ..executor.spmd import gather_output
-from ..kernels.pointwise import in_stride_order
+from ..kernels.tensors import in_stride_order
 from ..runtime.world import World
 from ..sharding.data import shard
 from .active import NvfuserDefinition, definition_of
@@ -89,9 +89,9 @@ def _whole(fd: NvfuserDefinition, place: int, value: Any) -> Any:
     compiled, tensor = _ran(fd), fd.recording.inputs[place].id
     if tensor not in fd.recording.annotations:
         return value
-    home, shape = compiled.sharded.homes[tensor], compiled.graph.shape(tensor)
-    local = value if World.current().rank in home.mesh else None
-    return gather_output(World.current(), local, home, shape, value.dtype, value.device)
+    sharding, shape = compiled.sharded.shardings[tensor], compiled.graph.shape(tensor)
+    local = value if World.current().rank in sharding.mesh else None
+    return gather_output(World.current(), local, sharding, shape, value.dtype, value.device)
 
 
 def compared(

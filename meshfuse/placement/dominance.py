@@ -17,15 +17,15 @@ from .operand_layouts import Available
 from .options import reshards
 
 
-def conversion(held: Available, wanted: Available, kind: TensorType) -> float:
+def conversion(held: Available, wanted: Available, ttype: TensorType) -> float:
     """Seconds to reshard a tensor that exists as `held` into all of `wanted`."""
-    return sum(map(reshards(held, kind).__getitem__, wanted))
+    return sum(map(reshards(held, ttype).__getitem__, wanted))
 
 
-def conversion_at_least(held: Available, wanted: Available, kind: TensorType) -> float:
+def conversion_at_least(held: Available, wanted: Available, ttype: TensorType) -> float:
     """A lower bound of `conversion` that takes no search."""
     lacking = [want for want in wanted if want not in held]
-    return sum(map(reshards(held, kind).at_least, lacking))
+    return sum(map(reshards(held, ttype).at_least, lacking))
 
 
 _LOCK = threading.Lock()
@@ -61,8 +61,8 @@ class Table:
     Which number a way gets depends on what was seen before; its costs do not.
     """
 
-    def __init__(self, kind: TensorType):
-        self.kind, self.numbers = kind, _Numbers()
+    def __init__(self, ttype: TensorType):
+        self.kind, self.numbers = ttype, _Numbers()
         self.ways, self.costs, self._least = self.numbers.ways, self.numbers.costs, self.numbers.least
         self._grown = self.numbers.grown
 

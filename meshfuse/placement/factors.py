@@ -14,7 +14,7 @@ from ..mesh import DeviceMesh
 from ..ops.opdef import Call, Partial
 from ..ops.rules import DimFactors, FactorKind, Rule
 from ..ops.values import ParamKind, ScalarRef, TensorRef, TensorType
-from ..reshard.steps import Move, group_size
+from ..reshard.steps import Step, group_size
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
 from ..sharding.value import Sharding, canonical_partial, conflicting
@@ -259,7 +259,7 @@ def following(call: Call, rule: Rule, operands: Sequence[Sharding]) -> tuple[Lay
 class Placement:
     """Where an op is computed: its factors' layouts and, following from these, the shardings of operands and results.
 
-    `ways` is the op's work divided by that of the rank with most of it. With a `move` the op is not computed: the move
+    `ways` is the op's work divided by that of the rank with most of it. With a `step` the op is not computed: the step
     makes its result from its first operand.
     """
 
@@ -267,7 +267,7 @@ class Placement:
     operands: tuple[Sharding, ...]
     results: tuple[Sharding, ...]
     carry: Carry = NO_CARRY
-    move: Move | None = None
+    step: Step | None = None
     ways: float = 1.0
 
 

@@ -239,14 +239,14 @@ def _is_reached(growth: Growth, tables: Sequence[Table], kept: Iterable[Growth])
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _reduction(kind: TensorType, wanted: Available, home: Sharding) -> float:
+def _reduction(ttype: TensorType, wanted: Available, sharding: Sharding) -> float:
     """The least seconds to somewhere that a tensor is reduced: where it is, or where it is wanted on its mesh."""
-    size, found = kind.dtype.itemsize, math.inf
-    targets = [home.reduced(), *(w for w in wanted if w.mesh == home.mesh)]
-    for least, _, target in sorted([(at_least(home, w, kind.shape, size), k, w) for k, w in enumerate(targets)]):
+    size, found = ttype.dtype.itemsize, math.inf
+    targets = [sharding.reduced(), *(w for w in wanted if w.mesh == sharding.mesh)]
+    for least, _, target in sorted([(at_least(sharding, w, ttype.shape, size), k, w) for k, w in enumerate(targets)]):
         if least >= found:
             break
-        path = plan(home, target, kind.shape, size)
+        path = plan(sharding, target, ttype.shape, size)
         found = min(found, path.seconds) if path is not None else found
     return found
 

@@ -23,10 +23,10 @@ class Meshes:
         return self.tensors.get(tensor, self.default)
 
 
-def node_meshes(graph: Graph, world: DeviceMesh) -> Meshes:
+def node_meshes(graph: Graph, default_mesh: DeviceMesh) -> Meshes:
     """An op runs where its result is annotated to be, else on the mesh for which sending takes the least time."""
     placed = {i: sharding.mesh for i, sharding in graph.annotations.items()}
-    default = next(iter(placed.values()), world)
+    default = next(iter(placed.values()), default_mesh)
     if all([mesh == default for mesh in placed.values()]):
         return Meshes(dict.fromkeys([node.id for node in graph.nodes], default), placed, default)
     search = MeshSearch(graph, placed, default)

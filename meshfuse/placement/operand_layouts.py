@@ -287,10 +287,10 @@ def _operand_votes(setting: Setting, operand: int) -> list[Layouts]:
 def _displaced_votes(setting: Setting) -> list[Vote]:
     """What operands ask for if an all-to-all moves the axes of dims that the op needs whole to other dims."""
     rule, found = setting.rule, []
-    for i, (dims, kind) in enumerate(zip(rule.operands, setting.call.types, strict=True)):
+    for i, (dims, ttype) in enumerate(zip(rule.operands, setting.call.types, strict=True)):
         for sharding in setting.known[i]:
             if sharding.mesh == setting.mesh:
-                ways = displaced(rule, dims, kind.shape, sharding.dims)
+                ways = displaced(rule, dims, ttype.shape, sharding.dims)
                 found += [(Source("operand", i), way) for way in ways]
     return list(dict.fromkeys(found))
 

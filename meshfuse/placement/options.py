@@ -18,7 +18,7 @@ from ..reshard.bounds import at_least
 from ..reshard.prices import price
 from ..reshard.search import plan
 from ..reshard.steps import Reordering, Window
-from ..reshard.windows import window_move, window_of
+from ..reshard.windows import window_of, window_step
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE
 from ..sharding.value import Sharding
@@ -146,8 +146,8 @@ def _to_annotations(setting: Setting, results: Sequence[Sharding]) -> float:
     if not any(setting.fixed):
         return 0.0
     rows = zip(results, setting.wanted, setting.fixed, setting.call.results, strict=True)
-    return sum(cheapest((made,), wanted[0], kind.shape, kind.dtype.itemsize)
-               for made, wanted, fixed, kind in rows if fixed)  # fmt: skip
+    return sum(cheapest((made,), wanted[0], ttype.shape, ttype.dtype.itemsize)
+               for made, wanted, fixed, ttype in rows if fixed)  # fmt: skip
 
 
 class _Wire:
@@ -191,15 +191,15 @@ def _window_candidates(setting: Setting) -> Iterator[_Candidate]:
     window = window_of(setting.call)
     if window is None:
         return
-    (kind,), target = setting.call.types[:1], setting.call.results[0]
+    (ttype,), target = setting.call.types[:1], setting.call.results[0]
     for src in setting.known[0]:
         if src.partial or src.mesh != setting.mesh or not _cuts(window, src):
             continue
         for dst in _window_targets(setting, src, window):
-            move = window_move(src, dst, window)
-            seconds = price(move, kind.shape, kind.dtype.itemsize).seconds
+            step = window_step(src, dst, window)
+            seconds = price(step, ttype.shape, ttype.dtype.itemsize).seconds
             seconds += computation(dst.max_local_numel(target.shape), setting.mesh.flops)
-            placement = Placement((WHOLE,) * len(setting.rule.factors), (src,), (dst,), move=move)
+            placement = Placement((WHOLE,) * len(setting.rule.factors), (src,), (dst,), step=step)
             yield placement, Source("pieces"), seconds + _to_annotations(setting, (dst,))
 
 
@@ -237,9 +237,9 @@ def _shared(src: Sharding, window: Window) -> Sharding | None:
 class Reshards(dict[Sharding, float]):
     """By sharding, the seconds to bring a tensor there that exists as `available`; worked out when asked for."""
 
-    def __init__(self, available: Available, kind: TensorType):
+    def __init__(self, available: Available, ttype: TensorType):
         super().__init__(dict.fromkeys(available, 0.0))
-        self.available, self.kind = available, kind
+        self.available, self.kind = available, ttype
 
     def __missing__(self, needed: Sharding) -> float:
         found = self[needed] = cheapest(self.available, needed, self.kind.shape, self.kind.dtype.itemsize)

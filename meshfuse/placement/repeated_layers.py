@@ -58,24 +58,24 @@ class Folded:
         `inputs` are where the inputs are.
         """
         choices, said = list[Choice](), self.whole.annotations
-        homes = {i: inputs[i] for i in self.whole.input_tensors}
+        shardings = {i: inputs[i] for i in self.whole.input_tensors}
         for node, place in zip(self.whole.nodes, self.places, strict=True):
             choice = short[place]
             if choice.placement.carry.operands:
-                choice = _reached(node, choice, homes)
+                choice = _reached(node, choice, shardings)
             choices.append(choice)
             for i, made in zip(node.outputs, choice.placement.results, strict=True):
-                homes[i] = said.get(i, made)
-        return tuple(choices), homes
+                shardings[i] = said.get(i, made)
+        return tuple(choices), shardings
 
 
-def _reached(node: Node, choice: Choice, homes: Mapping[int, Sharding]) -> Choice:
+def _reached(node: Node, choice: Choice, shardings: Mapping[int, Sharding]) -> Choice:
     """The choice for an op that carries sums, whose stand-in may have read other layers.
 
     Where those left sums unreduced that this op's own operands do not, it reads them reduced.
     """
     placement = choice.placement
-    if all(is_possible(homes[i], need) for i, need in zip(node.inputs, placement.operands, strict=True)):
+    if all(is_possible(shardings[i], need) for i, need in zip(node.inputs, placement.operands, strict=True)):
         return choice
     reduced = placed(node.call, node.rule, placement.results[0].mesh, placement.layouts)
     assert reduced is not None, f"{node.name}: what may be unreduced may be reduced"

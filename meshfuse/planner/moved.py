@@ -43,25 +43,25 @@ class _Times:
 
     def add(self, node: Node, placement: Placement) -> None:
         """Count the moves of an op's operands to it, and of its results to where they are kept."""
-        if placement.move is not None:
-            self._count(price(placement.move, *self._size(node.inputs[0])).seconds, True)
+        if placement.step is not None:
+            self._count(price(placement.step, *self._size(node.inputs[0])).seconds, True)
         for k, (i, need) in enumerate(zip(node.inputs, placement.operands, strict=True)):
-            home = self.plan.homes[i]
-            have = self._made.get(i, home)
-            if home is not need and have is not need and (i, need) not in self._came:
+            sharding = self.plan.shardings[i]
+            have = self._made.get(i, sharding)
+            if sharding is not need and have is not need and (i, need) not in self._came:
                 self._came.add((i, need))
-                stays = i not in self._made or _stays(have, need) or _stays(home, need)
+                stays = i not in self._made or _stays(have, need) or _stays(sharding, need)
                 moved = not stays and not _is_for_work(have, need, node, k, placement)
-                self._count(cheapest((have, home), need, *self._size(i)), moved)
+                self._count(cheapest((have, sharding), need, *self._size(i)), moved)
         for i, have in zip(node.outputs, placement.results, strict=True):
-            home = self.plan.homes[i]
+            sharding = self.plan.shardings[i]
             self._made[i] = have
-            if have is not home:
-                self._count(cheapest((have,), home, *self._size(i)), not _stays(have, home))
+            if have is not sharding:
+                self._count(cheapest((have,), sharding, *self._size(i)), not _stays(have, sharding))
 
     def _size(self, tensor: int) -> tuple[tuple[int, ...], int]:
-        kind = self.plan.graph.tensors[tensor].type
-        return kind.shape, kind.dtype.itemsize
+        ttype = self.plan.graph.tensors[tensor].type
+        return ttype.shape, ttype.dtype.itemsize
 
     def _count(self, seconds: float, of_result: bool) -> None:
         self.all += seconds

@@ -36,32 +36,32 @@ def most(graph: Graph) -> int:
 
 def pins(resharded: ReshardedDefinition) -> list[Pin]:
     """The pins to try, one at a time; of equal layers those of one only."""
-    graph, homes = resharded.graph, resharded.sharded.homes
+    graph, shardings = resharded.graph, resharded.sharded.shardings
     makers, kept = {i: node for node in graph.nodes for i in node.outputs}, in_chunks(graph)
-    used = {(home.mesh, split.axis) for home in homes.values() for split in home.splits}
+    used = {(sharding.mesh, split.axis) for sharding in shardings.values() for split in sharding.splits}
     found: dict[tuple[int, int, Sharding, Sharding], Pin] = {}
-    for tensor in _in_order(_beside_moves(resharded, makers), graph, homes):
+    for tensor in _in_order(_beside_reshards(resharded, makers), graph, shardings):
         if tensor in makers and tensor not in graph.annotations and tensor not in kept:
-            node, home = makers[tensor], homes[tensor]
-            for other in _next_to(home, graph.shape(tensor), used):
-                key = (id(node.call), node.outputs.index(tensor), home, other)
+            node, sharding = makers[tensor], shardings[tensor]
+            for other in _next_to(sharding, graph.shape(tensor), used):
+                key = (id(node.call), node.outputs.index(tensor), sharding, other)
                 found.setdefault(key, Pin(tensor, other))
     return list(found.values())
 
 
-def _beside_moves(resharded: ReshardedDefinition, makers: Mapping[int, Node]) -> dict[int, None]:
+def _beside_reshards(resharded: ReshardedDefinition, makers: Mapping[int, Node]) -> dict[int, None]:
     """The tensors that are moved, the dearest first, each followed by its op's operands and its readers' results."""
     spent: dict[int, float] = {}
-    for step in resharded.moves:
-        tensor = resharded.values[step.source].tensor
-        spent[tensor] = spent.get(tensor, 0.0) + resharded.seconds(step)
+    for reshard in resharded.reshards:
+        tensor = resharded.values[reshard.source].tensor
+        spent[tensor] = spent.get(tensor, 0.0) + resharded.seconds(reshard)
     made = _made_of(resharded.graph)
     order = sorted(spent, key=lambda i: -spent[i])
     beside = ((i, *(makers[i].inputs if i in makers else ()), *made.get(i, ())) for i in order)
     return dict.fromkeys(itertools.chain.from_iterable(beside))
 
 
-def _in_order(tensors: Iterable[int], graph: Graph, homes: Mapping[int, Sharding]) -> list[int]:
+def _in_order(tensors: Iterable[int], graph: Graph, shardings: Mapping[int, Sharding]) -> list[int]:
     """The largest first; last, those that some op has beside another in the same place: they follow it."""
     beside: dict[int, set[int]] = {}
     for node in graph.nodes:
@@ -70,7 +70,11 @@ def _in_order(tensors: Iterable[int], graph: Graph, homes: Mapping[int, Sharding
     first: dict[int, None] = {}
     alike: dict[int, None] = {}
     for i in tensors:
-        like = (j for j in beside.get(i, ()) if j in first and (homes[j], graph.shape(j)) == (homes[i], graph.shape(i)))
+        like = (
+            j
+            for j in beside.get(i, ())
+            if j in first and (shardings[j], graph.shape(j)) == (shardings[i], graph.shape(i))
+        )
         (first if next(like, None) is None else alike)[i] = None
     return [*sorted(first, key=lambda i: -graph.tensors[i].type.numel), *alike]
 
@@ -84,20 +88,20 @@ def _made_of(graph: Graph) -> dict[int, list[int]]:
     return made
 
 
-def _next_to(home: Sharding, shape: Sequence[int], used: Container[Axis]) -> Iterator[Sharding]:
+def _next_to(sharding: Sharding, shape: Sequence[int], used: Container[Axis]) -> Iterator[Sharding]:
     """Shardings next to this one: an axis, or all of a dim, on another dim or on none; or a used axis added."""
-    dims = [lay.axes(layout) for layout in home.dims]
+    dims = [lay.axes(layout) for layout in sharding.dims]
     for dim, axes in enumerate(dims):
         for left, gone in _taken(axes):
             rest = [left if d == dim else old for d, old in enumerate(dims)]
-            yield from _evenly(home, rest, shape)
+            yield from _evenly(sharding, rest, shape)
             for other in range(len(dims)):
                 if other != dim:
-                    yield from _evenly(home, _grown(rest, other, gone), shape)
+                    yield from _evenly(sharding, _grown(rest, other, gone), shape)
     taken = {split.axis for axes in dims for split in axes}
-    for name, size in zip(home.mesh.names, home.mesh.shape, strict=True):
-        for dim in range(len(dims)) if name not in taken and (home.mesh, name) in used else ():
-            yield from _evenly(home, _grown(dims, dim, (Split(size, name),)), shape)
+    for name, size in zip(sharding.mesh.names, sharding.mesh.shape, strict=True):
+        for dim in range(len(dims)) if name not in taken and (sharding.mesh, name) in used else ():
+            yield from _evenly(sharding, _grown(dims, dim, (Split(size, name),)), shape)
 
 
 _Axes = tuple[Split, ...]
@@ -115,7 +119,7 @@ def _grown(dims: Sequence[_Axes], dim: int, more: _Axes) -> list[_Axes]:
     return [(*axes, *more) if d == dim else axes for d, axes in enumerate(dims)]
 
 
-def _evenly(home: Sharding, dims: Sequence[_Axes], shape: Sequence[int]) -> Iterator[Sharding]:
-    found = Sharding.make(home.mesh, dims, shape)
+def _evenly(sharding: Sharding, dims: Sequence[_Axes], shape: Sequence[int]) -> Iterator[Sharding]:
+    found = Sharding.make(sharding.mesh, dims, shape)
     if all(n % lay.extent(layout) == 0 for n, layout in zip(shape, found.dims, strict=True)):
         yield found

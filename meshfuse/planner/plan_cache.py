@@ -2,8 +2,8 @@
 
 Planning is the dear part of compiling, and all it gives are decisions: which ops are written in other forms, and where
 each op is computed. These are stored, under a digest of everything that they follow from: the definition, its shapes
-and annotations, the world, meshfuse's own code, torch's version. The rest of compiling is done again, from the user's
-own lines. Whatever is wrong with a stored plan, or with the disk, planning goes on.
+and annotations, the default mesh, meshfuse's own code, torch's version. The rest of compiling is done again, from the
+user's own lines. Whatever is wrong with a stored plan, or with the disk, planning goes on.
 
 Of the ranks of a job that want the same plan, the first to come makes it, and the others take it over through the
 job's store: on other machines, too, and without a disk.
@@ -44,8 +44,10 @@ WORTH = 0.1
 _SUFFIX = ".plan"
 
 
-def planned(graph: Graph, world: DeviceMesh, plan: Callable[[], ShardedDefinition], how: str = "") -> ShardedDefinition:
-    """The plan for this graph, world and effort (`how`).
+def planned(
+    graph: Graph, default_mesh: DeviceMesh, plan: Callable[[], ShardedDefinition], how: str = ""
+) -> ShardedDefinition:
+    """The plan for this graph, default mesh and effort (`how`).
 
     It is one that is on the disk, else one that another rank of this job makes or has made, else what `plan()` makes.
     """
@@ -55,7 +57,7 @@ def planned(graph: Graph, world: DeviceMesh, plan: Callable[[], ShardedDefinitio
     if folder is None and job is None:
         return plan()
     try:
-        key = key_of(graph, world, how)
+        key = key_of(graph, default_mesh, how)
     except OSError as error:
         disk_cache.warn(f"meshfuse's own files cannot be read: {error.strerror}")
         return plan()
@@ -63,7 +65,7 @@ def planned(graph: Graph, world: DeviceMesh, plan: Callable[[], ShardedDefinitio
     found = None if folder is None else _recalled(folder, key + _SUFFIX, graph)
     if found is not None:
         return found
-    return make() if job is None else _handed_over(job, key, graph, world, make)
+    return make() if job is None else _handed_over(job, key, graph, default_mesh, make)
 
 
 def _in_turn(folder: Path, key: str, graph: Graph, plan: Callable[[], ShardedDefinition]) -> ShardedDefinition:
@@ -73,10 +75,10 @@ def _in_turn(folder: Path, key: str, graph: Graph, plan: Callable[[], ShardedDef
 
 
 def _handed_over(
-    job: World, key: str, graph: Graph, world: DeviceMesh, make: Callable[[], ShardedDefinition]
+    job: World, key: str, graph: Graph, default_mesh: DeviceMesh, make: Callable[[], ShardedDefinition]
 ) -> ShardedDefinition:
     """The plan that another rank of this job makes or has made, else what `make()` gives, which others then take."""
-    with job.handing.text(key, ranks_of(graph, world), graph.in_words()) as handed:
+    with job.handover.text(key, ranks_of(graph, default_mesh), graph.in_words()) as handed:
         found = None
         if handed.text is not None:
             with contextlib.suppress(Exception):  # a text that another rank made may hold anything
@@ -127,13 +129,13 @@ def _text(graph: Graph, sharded: ShardedDefinition) -> str | None:
 
 def packed(sharded: ShardedDefinition) -> str:
     """The decisions that led to this sharded definition."""
-    return dump((sharded.graph.rewritings, sharded.choices, tuple(sorted(sharded.homes.items()))))
+    return dump((sharded.graph.rewritings, sharded.choices, tuple(sorted(sharded.shardings.items()))))
 
 
 def unpacked(text: str, graph: Graph) -> ShardedDefinition:
     """The sharded definition that these decisions make of the graph. Raises where they do not fit it."""
-    rewritings, choices, homes = load(text)
-    sharded = ShardedDefinition(rewritten(graph, rewritings), tuple(choices), dict(homes))
+    rewritings, choices, shardings = load(text)
+    sharded = ShardedDefinition(rewritten(graph, rewritings), tuple(choices), dict(shardings))
     sharded.verify()
     _check_parts(sharded)
     return sharded
@@ -142,24 +144,24 @@ def unpacked(text: str, graph: Graph) -> ShardedDefinition:
 def _check_parts(sharded: ShardedDefinition) -> None:
     """Raises NotStorable (or what parts of other types give) unless each placement follows from its layouts."""
     graph = sharded.graph
-    for i, home in sharded.homes.items():
-        if not isinstance(home, Sharding) or home.ndim != graph.tensors[i].type.ndim:
-            raise NotStorable(f"no plan: {graph.tensors[i].label} lies in {shown(home)}")
+    for i, sharding in sharded.shardings.items():
+        if not isinstance(sharding, Sharding) or sharding.ndim != graph.tensors[i].type.ndim:
+            raise NotStorable(f"no plan: {graph.tensors[i].label} lies in {shown(sharding)}")
     for node, choice in zip(graph.nodes, sharded.choices, strict=True):
         placement = choice.placement
         if not _is_told(choice) or placed_again(node, placement) != placement:
             raise NotStorable(f"no plan: {node.name} is not computed so")
         for out, result in zip(node.outputs, placement.results, strict=True):
-            home = sharded.homes[out]
-            left = out in graph.outputs and _may_be_left(result, home, graph.shape(out))
-            if home not in (result, graph.annotations.get(out)) and not left:
-                raise NotStorable(f"no plan: {graph.tensors[out].label} is not made in {home}")
+            sharding = sharded.shardings[out]
+            left = out in graph.outputs and _may_be_left(result, sharding, graph.shape(out))
+            if sharding not in (result, graph.annotations.get(out)) and not left:
+                raise NotStorable(f"no plan: {graph.tensors[out].label} is not made in {sharding}")
 
 
-def _may_be_left(made: Sharding, home: Sharding, shape: tuple[int, ...]) -> bool:
-    """Whether an output may be left at `home`, if its op makes it in `made`."""
-    fits = Sharding.make(home.mesh, home.dims, shape) is home
-    return fits and home.mesh == made.mesh
+def _may_be_left(made: Sharding, sharding: Sharding, shape: tuple[int, ...]) -> bool:
+    """Whether an output may be left at `sharding`, if its op makes it in `made`."""
+    fits = Sharding.make(sharding.mesh, sharding.dims, shape) is sharding
+    return fits and sharding.mesh == made.mesh
 
 
 def _is_told(choice: Choice) -> bool:
@@ -181,7 +183,7 @@ def _lies(other: RunnerUp, placement: Placement) -> bool:
 # the key ----------------------------------------------------------------------------------------------------------
 
 
-def key_of(graph: Graph, world: DeviceMesh, how: str = "") -> str:
+def key_of(graph: Graph, default_mesh: DeviceMesh, how: str = "") -> str:
     """A digest of all that a plan follows from. Raises OSError."""
     text = hashlib.sha256(_code_and_versions().encode())
     described: dict[int, str] = {}
@@ -194,7 +196,7 @@ def key_of(graph: Graph, world: DeviceMesh, how: str = "") -> str:
     types = [(tensor.id, tensor.type) for tensor in graph.tensors]
     # What the user named to be worked on in chunks stays as it is: in other plans it may be written in other ops.
     said = (sorted(graph.reductions.items()), sorted(graph.streams))
-    rest = (placed, said, graph.inputs, graph.outputs, types, _mesh(world), how)
+    rest = (placed, said, graph.inputs, graph.outputs, types, _mesh(default_mesh), how)
     text.update(repr(rest).encode())
     return text.hexdigest()[:40]
 

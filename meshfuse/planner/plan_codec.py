@@ -17,7 +17,7 @@ from ..ops.values import ScalarRef, TensorRef
 from ..placement.factors import Carry, Placement
 from ..placement.operand_layouts import Source
 from ..propagation import Choice, RunnerUp
-from ..reshard.steps import Move, MoveKind, Reordering, Window
+from ..reshard.steps import Reordering, Step, StepKind, Window
 from ..rewrites.distributed_forms import Blocked, Distributed
 from ..rewrites.fuse_mean_variance import Merged, Moments
 from ..rewrites.hoist_slices import Picked
@@ -31,11 +31,11 @@ from ..sharding.layout import Split
 from ..sharding.value import Sharding
 
 _CLASSES: tuple[type, ...] = (
-    Blocked, Carry, Choice, DeviceMesh, Distributed, Joined, Link, Merged, Moments, Move, Parted, Picked, Placed,
+    Blocked, Carry, Choice, DeviceMesh, Distributed, Joined, Link, Merged, Moments, Step, Parted, Picked, Placed,
     Placement, Regrouped, Reordering, RunnerUp, ScalarRef, Sharding, Shifted, Source, DimSpan, DimSpans, Split,
     Surrounded, TensorRef, Term, Window,
 )  # fmt: skip
-_ENUMS: tuple[type[enum.Enum], ...] = (DataType, MoveKind)
+_ENUMS: tuple[type[enum.Enum], ...] = (DataType, StepKind)
 _BY_NAME: dict[str, type] = {kind.__name__: kind for kind in (*_CLASSES, *_ENUMS)}
 _PLAIN = (int, float, str, bool, type(None))
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..costs import computation
 from ..placement.growth import EPSILON
 from ..propagation import ShardedDefinition
-from ..resharding import Set, insert_resharding
+from ..resharding import Reshard, insert_resharding
 
 # A plan that moves more must take less than this part of the time: rates of computation are the rougher estimate.
 WORTH = 0.75
@@ -50,9 +50,9 @@ class PlanCost(NamedTuple):
 def plan_cost(sharded: ShardedDefinition) -> PlanCost:
     """What a plan takes, with the moves that it needs."""
     resharded = insert_resharding(sharded)
-    prices = [resharded.price(step) for step in resharded.steps if isinstance(step, Set)]
+    prices = [resharded.price(statement) for statement in resharded.statements if isinstance(statement, Reshard)]
     placed = zip(sharded.graph.nodes, (choice.placement for choice in sharded.choices), strict=True)
-    work = [computation(n.call.op.flops(n.call) / p.ways, p.results[0].mesh.flops) for n, p in placed if not p.move]
+    work = [computation(n.call.op.flops(n.call) / p.ways, p.results[0].mesh.flops) for n, p in placed if not p.step]
     return PlanCost(sum([p.seconds for p in prices]), sum(work), sum([p.wire for p in prices]))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from ..graph import Graph, Node
 from ..placement.factors import Placement
 from ..propagation import RunnerUp, ShardedDefinition
-from ..reshard.windows import window_move
+from ..reshard.windows import window_step
 from ..sharding import layout as lay
 from ..sharding.layout import Layout
 from ..sharding.value import Sharding, canonical_partial
@@ -28,8 +28,8 @@ def remap_mesh(plan: ShardedDefinition, graph: Graph, sharding: OfSharding, layo
         )
         for node, choice in zip(graph.nodes, plan.choices, strict=True)
     )
-    homes = {i: sharding(home, graph.shape(i)) for i, home in plan.homes.items()}
-    found = ShardedDefinition(graph, choices, homes)
+    shardings = {i: sharding(old, graph.shape(i)) for i, old in plan.shardings.items()}
+    found = ShardedDefinition(graph, choices, shardings)
     found.verify()
     return found
 
@@ -50,7 +50,7 @@ def _on_other_mesh(
 
 def _placement(node: Node, placement: Placement, sharding: OfSharding, layout: OfLayout) -> Placement:
     carry = placement.carry
-    window = placement.move and placement.move.window
+    window = placement.step and placement.step.window
     factors = zip(placement.layouts, node.rule.factors, strict=True)
     operands, results = _on_other_mesh(node, placement.operands, placement.results, sharding)
     return Placement(
@@ -58,6 +58,6 @@ def _placement(node: Node, placement: Placement, sharding: OfSharding, layout: O
         operands,
         results,
         dataclasses.replace(carry, axes=canonical_partial(layout(carry.axes))),
-        window_move(operands[0], results[0], window) if window else None,
+        window_step(operands[0], results[0], window) if window else None,
         placement.ways,
     )

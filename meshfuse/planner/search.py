@@ -68,7 +68,7 @@ IDLE, GRID_IDLE = 40, 30
 # Grids are searched on where the plans found there move less than so many times what the best one moves.
 HOPEFUL = 1.25
 # Seconds of moves, about 100 KB on the default link, that are not worth half of a far search.
-SMALL_MOVES = 2e-6
+SMALL_RESHARDS = 2e-6
 # A loose search takes plans for one whose times differ by less than this part of the time of the best plan's moves.
 SLACK = 0.01
 
@@ -79,18 +79,20 @@ _Search = Callable[["_PlanSearch"], None]
 _FAR = LATE._replace(width=32, thorough=1)
 
 
-def searched(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
+def searched(sharded: ShardedDefinition, default_mesh: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
     """A better plan near this one; the plan itself where there is none, nothing moves, or the effort does not allow."""
     if not _is_worth(sharded, effort):
         return sharded
     if _is_long(sharded):
-        sharded = _searched(sharded, world, effort, (_PlanSearch.briefly_on_grids,), beside=_PlanSearch.briefly)
+        sharded = _searched(sharded, default_mesh, effort, (_PlanSearch.briefly_on_grids,), beside=_PlanSearch.briefly)
         if effort is not Effort.THOROUGH:
             return sharded
-    return _searched(sharded, world, effort, (_PlanSearch.near,))
+    return _searched(sharded, default_mesh, effort, (_PlanSearch.near,))
 
 
-def searched_far(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
+def searched_far(
+    sharded: ShardedDefinition, default_mesh: DeviceMesh, effort: Effort = Effort.AUTO
+) -> ShardedDefinition:
     """A better plan farther from this one, which takes several times as long to find; else the plan itself.
 
     Long programs are searched so with `Effort.THOROUGH` only.
@@ -99,7 +101,7 @@ def searched_far(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort =
         return sharded
     far = _PlanSearch.farthest if effort is Effort.THOROUGH else _PlanSearch.far
     searches = (_PlanSearch.near, far)
-    return _searched(sharded, world, effort, searches) if _is_worth(sharded, effort) else sharded
+    return _searched(sharded, default_mesh, effort, searches) if _is_worth(sharded, effort) else sharded
 
 
 def _is_long(sharded: ShardedDefinition) -> bool:
@@ -113,7 +115,7 @@ def _is_worth(sharded: ShardedDefinition, effort: Effort) -> bool:
 
 
 def _searched(
-    sharded: ShardedDefinition, world: DeviceMesh, effort: Effort, searches: Sequence[_Search],
+    sharded: ShardedDefinition, default_mesh: DeviceMesh, effort: Effort, searches: Sequence[_Search],
     beside: _Search | None = None,
 ) -> ShardedDefinition:  # fmt: skip
     """The best plan that searches find from this one.
@@ -127,17 +129,17 @@ def _searched(
     alike = repeated_layers(graph, LAYERS)
     fold = alike or repeated_layers(graph, LAYERS, sharing=True)
     if fold is not None:
-        first = propagate(fold.short, world)
-        short = _found(first, world, *searches)
+        first = propagate(fold.short, default_mesh)
+        short = _found(first, default_mesh, *searches)
         found = better(sharded, written_out(fold, short))
         sharded, missed = found, found is sharded and short is not first and alike is not None
     whole = len(graph.nodes) <= MOST_WHOLE * (MISSED if missed else 1) or (alike is None and effort is Effort.THOROUGH)
     last = searches[-1] if alike is None or beside is None else beside
-    return _found(sharded, world, last) if whole else sharded
+    return _found(sharded, default_mesh, last) if whole else sharded
 
 
-def _found(sharded: ShardedDefinition, world: DeviceMesh, *searches: _Search) -> ShardedDefinition:
-    found = _PlanSearch(sharded.graph, world, sharded)
+def _found(sharded: ShardedDefinition, default_mesh: DeviceMesh, *searches: _Search) -> ShardedDefinition:
+    found = _PlanSearch(sharded.graph, default_mesh, sharded)
     for search in searches:
         found.run(search)
     return found.best
@@ -149,9 +151,9 @@ class _PlanSearch:
     `parts` are axes that are parts of one, written as two.
     """
 
-    def __init__(self, graph: Graph, world: DeviceMesh, first: ShardedDefinition, parts: Collection[str] = ()):
-        self.graph, self.world, self.parts = graph, world, parts
-        self.propagation = Propagation(graph, world)
+    def __init__(self, graph: Graph, default_mesh: DeviceMesh, first: ShardedDefinition, parts: Collection[str] = ()):
+        self.graph, self.default_mesh, self.parts = graph, default_mesh, parts
+        self.propagation = Propagation(graph, default_mesh)
         self.best, self.cost = first, plan_cost(first)
         self._costs = [(first, self.cost)]
 
@@ -193,7 +195,7 @@ class _PlanSearch:
         self._try(likely, NARROW)
         # One axis has no slower ones: what is left where is then found by far searches alone.
         leaving = (_PlanSearch._leave,) if most_axes(self.graph) > 1 else ()
-        for plan in _on_equal_links(self.graph, self.world, _PlanSearch.near, *leaving):
+        for plan in _on_equal_links(self.graph, self.default_mesh, _PlanSearch.near, *leaving):
             self._keep(plan)
             self._try(self._made(plan), NARROW)
         self._go_on()
@@ -258,7 +260,7 @@ class _PlanSearch:
 
     def _share(self) -> None:
         """Try inputs that are whole as if ranks shared them."""
-        for starts in shared_starts(self.graph, self.best.homes):
+        for starts in shared_starts(self.graph, self.best.shardings):
             for search in (FAST, LATE):
                 self._try(_followed(self.graph, self.best, starts), search)
 
@@ -285,9 +287,9 @@ class _PlanSearch:
         """Try the plans that a search finds on meshes whose one axis is written as two; the searches there."""
         found = list[tuple[Grid, _PlanSearch]]()
         for grid in grids(self.graph, either):
-            world = grid.written if self.world == grid.mesh else self.world
+            default_mesh = grid.written if self.default_mesh == grid.mesh else self.default_mesh
             graph = grid.graph(self.graph)
-            there = _PlanSearch(graph, world, propagate(graph, world), grid.names)
+            there = _PlanSearch(graph, default_mesh, propagate(graph, default_mesh), grid.names)
             there.run(search)
             self._keep(grid.plan_back(self.graph, there.best))
             found.append((grid, there))
@@ -304,7 +306,7 @@ class _PlanSearch:
 
         Whether there is one. Where all moves together take no time to speak of, none is searched farthest.
         """
-        large = self.cost.moving > SMALL_MOVES
+        large = self.cost.moving > SMALL_RESHARDS
         most = self.cost.moving * HOPEFUL if large else self.cost.moving + EPSILON
         found = [(grid, there) for grid, there in self._on_grids(_PlanSearch.near, large) if there.cost.moving < most]
         for grid, there in found:
@@ -372,7 +374,7 @@ class _PlanSearch:
     def _made(self, plan: ShardedDefinition) -> dict[int, Sharding]:
         """The shardings of what ops make in a plan."""
         inputs = set(self.graph.input_tensors)
-        return {i: home for i, home in plan.homes.items() if i not in inputs}
+        return {i: sharding for i, sharding in plan.shardings.items() if i not in inputs}
 
     def _try(self, asked: Mapping[int, Sharding] | None, search: BeamSettings = FAST) -> None:
         self._keep(self.propagation.again(asked, search))
@@ -384,7 +386,9 @@ class _PlanSearch:
 
     def _spent(self, found: ShardedDefinition) -> PlanCost:
         """What a plan takes; looked up where a search has found the same plan before."""
-        same = (cost for plan, cost in self._costs if plan.choices == found.choices and plan.homes == found.homes)
+        same = (
+            cost for plan, cost in self._costs if plan.choices == found.choices and plan.shardings == found.shardings
+        )
         known = next(same, None)
         if known is None:
             known = plan_cost(found)
@@ -392,7 +396,7 @@ class _PlanSearch:
         return known
 
 
-def _on_equal_links(graph: Graph, world: DeviceMesh, *searches: _Search) -> Iterator[ShardedDefinition]:
+def _on_equal_links(graph: Graph, default_mesh: DeviceMesh, *searches: _Search) -> Iterator[ShardedDefinition]:
     """The plan that searches find best if all axes have the same links; none where they have."""
     linked = {s.mesh for s in graph.annotations.values() if s.mesh.linked}
     if linked:
@@ -402,7 +406,9 @@ def _on_equal_links(graph: Graph, world: DeviceMesh, *searches: _Search) -> Iter
         if not alike:
             return
         annotations = {i: _on(s, alike) for i, s in graph.annotations.items()}
-        found = _found(propagate(dataclasses.replace(graph, annotations=annotations), world), world, *searches)
+        found = _found(
+            propagate(dataclasses.replace(graph, annotations=annotations), default_mesh), default_mesh, *searches
+        )
         back = {other: mesh for mesh, other in alike.items()}
         yield remap_mesh(found, graph, lambda sharding, _: _on(sharding, back), lambda layout: layout)
 
@@ -417,5 +423,5 @@ def _followed(graph: Graph, plan: ShardedDefinition, starts: Starts) -> dict[int
 
     `starts`: inputs that are taken to lie elsewhere.
     """
-    inputs = {i: starts.get(i, plan.homes[i]) for i in graph.input_tensors}
-    return all_followed(graph, inputs, lambda i: plan.homes[i].reduced())
+    inputs = {i: starts.get(i, plan.shardings[i]) for i in graph.input_tensors}
+    return all_followed(graph, inputs, lambda i: plan.shardings[i].reduced())

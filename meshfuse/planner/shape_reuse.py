@@ -2,7 +2,7 @@
 
 Which plan is best follows from sizes. If all sizes are within a factor of what they were, and split as evenly, the plan
 made for one shape is mostly the best for the other, too; a search for a better one pays where the shape comes again
-(`RENEWED`). What is taken over are the decisions (rewritings, layouts of factors, homes). They are made again for the
+(`RENEWED`). What is taken over are the decisions (rewritings, layouts, shardings). They are made again for the
 new sizes, and if one does not fit, nothing is taken over.
 
 Only executions on real ranks take plans over. All ranks of a mesh do so alike, as they compile the same definitions on
@@ -29,7 +29,7 @@ from ..ops.values import ParamKind, TensorType
 from ..placement.factors import NO_CARRY, Placement, carries, placed
 from ..placement.options import cheapest, work
 from ..propagation import Choice, ShardedDefinition
-from ..reshard.windows import window_move, window_of
+from ..reshard.windows import window_of, window_step
 from ..sharding.layout import WHOLE, extent
 from ..sharding.value import Sharding
 
@@ -76,24 +76,24 @@ class Plans:
         self._found: dict[frozenset[int], _Found] = {}
         self._lock = threading.Lock()
 
-    def keep(self, graph: Graph, world: DeviceMesh, planned: ShardedDefinition) -> None:
+    def keep(self, graph: Graph, default_mesh: DeviceMesh, planned: ShardedDefinition) -> None:
         """Remember the plan that a search found for a graph of some sizes."""
-        key = _structure(graph, world)
+        key = _structure(graph, default_mesh)
         with self._lock:
-            found = self._found.setdefault(ranks_of(graph, world), OrderedDict())
+            found = self._found.setdefault(ranks_of(graph, default_mesh), OrderedDict())
             found[key] = [(graph, planned), *found.get(key, ())][:_EACH]
             found.move_to_end(key)
             while len(found) > 1 and _ops(found) > _MOST_OPS:
                 found.popitem(last=False)
 
-    def near(self, graph: Graph, world: DeviceMesh, factor: float) -> Taken | None:
+    def near(self, graph: Graph, default_mesh: DeviceMesh, factor: float) -> Taken | None:
         """The plan of a graph that differs in sizes alone, all within a factor; None where there is none.
 
         A plan that was made for these very sizes comes first.
         """
-        key = _structure(graph, world)
+        key = _structure(graph, default_mesh)
         with self._lock:
-            plans = list(self._found.get(ranks_of(graph, world), {}).get(key, ()))
+            plans = list(self._found.get(ranks_of(graph, default_mesh), {}).get(key, ()))
         plans.sort(key=lambda entry: not _same_sizes(graph, entry[0]))
         made = ((_made(graph, plan), old) for old, plan in plans if _near(graph, old, factor))
         found = next(((plan, old) for plan, old in made if plan is not None), None)
@@ -104,9 +104,9 @@ def _ops(found: _Found) -> int:
     return sum(len(graph.nodes) for plans in found.values() for graph, _ in plans)
 
 
-def ranks_of(graph: Graph, world: DeviceMesh) -> frozenset[int]:
-    """The ranks of the meshes of a graph; those of `world` where nothing is annotated."""
-    return frozenset(rank for s in graph.annotations.values() for rank in s.mesh.ranks) or frozenset(world.ranks)
+def ranks_of(graph: Graph, default_mesh: DeviceMesh) -> frozenset[int]:
+    """The ranks of the meshes of a graph; those of `default_mesh` where nothing is annotated."""
+    return frozenset(rank for s in graph.annotations.values() for rank in s.mesh.ranks) or frozenset(default_mesh.ranks)
 
 
 def _same_sizes(graph: Graph, other: Graph) -> bool:
@@ -118,7 +118,7 @@ def _same_sizes(graph: Graph, other: Graph) -> bool:
 PLANS = Plans()
 
 
-def _structure(graph: Graph, world: DeviceMesh) -> Hashable:
+def _structure(graph: Graph, default_mesh: DeviceMesh) -> Hashable:
     """All of a graph that a plan follows from, but for sizes.
 
     Tensors of ops that no output needs count as well: those that a rewriting makes are numbered after them.
@@ -126,7 +126,7 @@ def _structure(graph: Graph, world: DeviceMesh) -> Hashable:
     nodes = tuple([(id(n.call.op), n.inputs, n.outputs, n.origin) for n in graph.nodes])
     said = (tuple(sorted(graph.reductions.items())), tuple(sorted(graph.streams)))
     annotations = tuple(sorted(graph.annotations.items(), key=_first))
-    return (nodes, len(graph.tensors), graph.inputs, graph.outputs, annotations, said, world)
+    return (nodes, len(graph.tensors), graph.inputs, graph.outputs, annotations, said, default_mesh)
 
 
 def _first(entry: tuple[int, Any]) -> int:
@@ -138,9 +138,9 @@ def _first(entry: tuple[int, Any]) -> int:
 
 def _near(graph: Graph, old: Graph, factor: float) -> bool:
     """Whether all sizes are within the factor, and the ops' arguments the same but for sizes."""
-    kinds = {(new.type, was.type) for new, was in zip(graph.tensors, old.tensors, strict=True)}
+    ttypes = {(new.type, was.type) for new, was in zip(graph.tensors, old.tensors, strict=True)}
     calls = {(new.call, was.call) for new, was in zip(graph.nodes, old.nodes, strict=True)}
-    return all(_alike(*pair, factor) for pair in kinds) and all(_same_arguments(*pair) for pair in calls)
+    return all(_alike(*pair, factor) for pair in ttypes) and all(_same_arguments(*pair) for pair in calls)
 
 
 def _alike(new: TensorType, old: TensorType, factor: float) -> bool:
@@ -172,7 +172,7 @@ def _made(graph: Graph, plan: ShardedDefinition) -> ShardedDefinition | None:
     choices = list(_choices(made, plan))
     if len(choices) < len(plan.choices):
         return None
-    found = ShardedDefinition(made, tuple(choices), plan.homes)
+    found = ShardedDefinition(made, tuple(choices), plan.shardings)
     found.verify()
     return found
 
@@ -186,14 +186,14 @@ def _same_wiring(graph: Graph, old: Graph) -> bool:
 
 def _split_alike(graph: Graph, plan: ShardedDefinition) -> bool:
     """Whether each dim of each tensor is divided evenly by its layout where it was before."""
-    rows = {(home, graph.shape(i), plan.graph.shape(i)) for i, home in plan.homes.items()}
+    rows = {(sharding, graph.shape(i), plan.graph.shape(i)) for i, sharding in plan.shardings.items()}
     return all(_as_even(*row) for row in rows)
 
 
-def _as_even(home: Sharding, new: tuple[int, ...], old: tuple[int, ...]) -> bool:
-    if Sharding.make(home.mesh, home.dims, new, home.partial, home.reduce) is not home:
+def _as_even(sharding: Sharding, new: tuple[int, ...], old: tuple[int, ...]) -> bool:
+    if Sharding.make(sharding.mesh, sharding.dims, new, sharding.partial, sharding.reduce) is not sharding:
         return False
-    rows = zip(home.dims, new, old, strict=True)
+    rows = zip(sharding.dims, new, old, strict=True)
     return all((n % extent(dim) == 0) == (m % extent(dim) == 0) for dim, n, m in rows if dim)
 
 
@@ -201,11 +201,11 @@ def _choices(graph: Graph, plan: ShardedDefinition) -> Iterator[Choice]:
     """The choices for the new sizes, with their times; they end at the first that the new sizes do not allow."""
     known: dict[Any, Choice | None] = {}
     for node, was, choice in zip(graph.nodes, plan.graph.nodes, plan.choices, strict=True):
-        homes = tuple([plan.homes[i] for i in node.inputs])
-        ends = tuple([plan.homes[i] for i in node.outputs])
-        key = (node.call, was.rule, choice.placement, choice.source, homes, ends)
+        shardings = tuple([plan.shardings[i] for i in node.inputs])
+        ends = tuple([plan.shardings[i] for i in node.outputs])
+        key = (node.call, was.rule, choice.placement, choice.source, shardings, ends)
         if key not in known:
-            known[key] = _choice(node, was.rule, choice, homes, ends)
+            known[key] = _choice(node, was.rule, choice, shardings, ends)
         found = known[key]
         if found is None:
             return
@@ -213,14 +213,14 @@ def _choices(graph: Graph, plan: ShardedDefinition) -> Iterator[Choice]:
 
 
 def _choice(
-    node: Node, rule: Rule, choice: Choice, homes: tuple[Sharding, ...], ends: tuple[Sharding, ...]
+    node: Node, rule: Rule, choice: Choice, shardings: tuple[Sharding, ...], ends: tuple[Sharding, ...]
 ) -> Choice | None:
     if not _same_factors(node.rule, rule):
         return None
     placement = placed_again(node, choice.placement)
     if placement is None:
         return None
-    return Choice(placement, choice.source, _seconds(node.call, placement, homes, ends))
+    return Choice(placement, choice.source, _seconds(node.call, placement, shardings, ends))
 
 
 def _same_factors(new: Rule, old: Rule) -> bool:
@@ -231,7 +231,7 @@ def _same_factors(new: Rule, old: Rule) -> bool:
 
 def placed_again(node: Node, old: Placement) -> Placement | None:
     """The placement for the new sizes of a node; None where its tensors would be laid out otherwise than before."""
-    if old.move is None:
+    if old.step is None:
         carry = carries(node.call, node.rule, [[s] for s in old.operands]) if old.carry.axes else NO_CARRY
         found = placed(node.call, node.rule, _mesh(old), old.layouts, old.carry)
         return found if (found, carry) == (old, old.carry) else None
@@ -239,16 +239,16 @@ def placed_again(node: Node, old: Placement) -> Placement | None:
     if window is None:
         return None
     (src,), (dst,) = old.operands, old.results
-    return Placement((WHOLE,) * len(node.rule.factors), (src,), (dst,), move=window_move(src, dst, window))
+    return Placement((WHOLE,) * len(node.rule.factors), (src,), (dst,), step=window_step(src, dst, window))
 
 
 def _mesh(placement: Placement) -> DeviceMesh:
     return (*placement.operands, *placement.results)[0].mesh
 
 
-def _seconds(call: Call, placement: Placement, homes: tuple[Sharding, ...], ends: tuple[Sharding, ...]) -> float:
-    """Seconds of an op and its reshards, if its operands are at home and its results are brought home."""
-    brought = zip(homes, placement.operands, call.types, strict=True)
+def _seconds(call: Call, placement: Placement, shardings: tuple[Sharding, ...], ends: tuple[Sharding, ...]) -> float:
+    """Seconds of an op and its reshards, if its operands lie as planned, and its results are brought there."""
+    brought = zip(shardings, placement.operands, call.types, strict=True)
     done = zip(placement.results, ends, call.results, strict=True)
     wire = [cheapest((have,), need, t.shape, t.dtype.itemsize) for have, need, t in (*brought, *done)]
     return sum(wire) + computation(work(call, placement), _mesh(placement).flops)

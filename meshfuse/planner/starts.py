@@ -19,8 +19,8 @@ from ..ops.rules import FactorKind
 from ..placement.growth import EPSILON
 from ..propagation import ShardedDefinition
 from ..reshard.search import plan
-from ..reshard.steps import MoveKind
-from ..resharding import ReshardedDefinition, Set
+from ..reshard.steps import StepKind
+from ..resharding import Reshard, ReshardedDefinition
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from ..sharding.value import Axis, Sharding
@@ -54,15 +54,15 @@ def elsewhere(resharded: ReshardedDefinition) -> list[Starts]:
     All inputs of a group go to another dim together, if that dim has one size, or are made whole (but not where the
     user asks for rounds). Those that may save most come first.
     """
-    homes, graph = resharded.sharded.homes, resharded.graph
+    shardings, graph = resharded.sharded.shardings, resharded.graph
     spent, rounds, kept = _spent(resharded), in_rounds(graph), in_chunks(graph)
     found: dict[tuple[_InputGroup, int, int], dict[int, Sharding]] = {}
     for i in [i for i in _read_inputs(graph) if i not in kept]:
-        for origin in filter(spent.__contains__, _own_origins(homes[i])):
-            for dim, start in _moved(homes[i], origin, graph.shape(i)):
+        for origin in filter(spent.__contains__, _own_origins(shardings[i])):
+            for dim, start in _moved(shardings[i], origin, graph.shape(i)):
                 found.setdefault((origin, dim, graph.shape(i)[dim]), {})[i] = start
             if not rounds:
-                found.setdefault((origin, origin.dim, 0), {})[i] = _whole(homes[i], origin.dim, graph.shape(i))
+                found.setdefault((origin, origin.dim, 0), {})[i] = _whole(shardings[i], origin.dim, graph.shape(i))
     saved = [(spent[origin] - _price(resharded, starts), starts) for (origin, _, _), starts in found.items()]
     worth = sorted([entry for entry in saved if entry[0] > EPSILON], key=lambda entry: -entry[0])
     return [starts for _, starts in worth[:MOST]]
@@ -78,29 +78,29 @@ def come_for_some(plan: ShardedDefinition) -> list[Starts]:
         for i, need in zip(node.inputs, choice.placement.operands, strict=True):
             if i in needs:
                 needs[i].add(need)
-    found = [(i, need) for i, here in needs.items() if len(here) > 1 for need in here if need is not plan.homes[i]]
+    found = [(i, need) for i, here in needs.items() if len(here) > 1 for need in here if need is not plan.shardings[i]]
     found.sort(key=lambda place: (-plan.graph.tensors[place[0]].type.numel, place[0], str(place[1])))
     return [{i: need} for i, need in found[:MOST]]
 
 
-def shared_starts(graph: Graph, homes: Mapping[int, Sharding]) -> list[Starts]:
+def shared_starts(graph: Graph, shardings: Mapping[int, Sharding]) -> list[Starts]:
     """Inputs that are whole over used axes, as if each rank had a part of a dim: of dims that most computation follows.
 
     Where weights alone are split nobody asks for that, and it moves nothing. None where the user asks for rounds.
     """
     if in_rounds(graph):
         return []
-    used = {(home.mesh, split.axis) for home in homes.values() for split in home.splits}
+    used = {(sharding.mesh, split.axis) for sharding in shardings.values() for split in sharding.splits}
     kept = in_chunks(graph)
-    alike = {(graph.tensors[i].type, homes[i]): i for i in reversed(_read_inputs(graph)) if i not in kept}
-    parts = {(i, dim): part for i in alike.values() for dim, part in _parts(homes[i], graph.shape(i), used)}
+    alike = {(graph.tensors[i].type, shardings[i]): i for i in reversed(_read_inputs(graph)) if i not in kept}
+    parts = {(i, dim): part for i in alike.values() for dim, part in _parts(shardings[i], graph.shape(i), used)}
     reach = _reach(graph, parts)
     return [{place[0]: parts[place]} for place in sorted(parts, key=lambda p: (-reach[p], p))[:MOST_SHARED]]
 
 
 def in_rounds(graph: Graph) -> bool:
     """Whether the user asks for an op in rounds: ranks then keep their own rows, whatever that costs elsewhere."""
-    return any(node.call.op.rounds for node in graph.nodes)
+    return any(node.call.op.ring_schedule for node in graph.nodes)
 
 
 def in_chunks(graph: Graph) -> frozenset[int]:
@@ -116,25 +116,25 @@ def _reach(graph: Graph, places: Iterable[_InputDim]) -> dict[_InputDim, int]:
               for i in graph.input_tensors}  # fmt: skip
     for node in graph.nodes:
         known = _of_factors(node, follow)
-        for i, dims, kind in zip(node.outputs, node.rule.results, node.call.results, strict=True):
+        for i, dims, ttype in zip(node.outputs, node.rule.results, node.call.results, strict=True):
             follow[i] = tuple([none.union(*(known[f] for f in factors)) for factors in dims])
             for place in none.union(*follow[i]):
-                reach[place] += kind.numel
+                reach[place] += ttype.numel
     return reach
 
 
-def _parts(home: Sharding, shape: tuple[int, ...], used: Container[Axis]) -> Iterator[tuple[int, Sharding]]:
+def _parts(sharding: Sharding, shape: tuple[int, ...], used: Container[Axis]) -> Iterator[tuple[int, Sharding]]:
     """By dim, the sharding with the used axes that are free in it on that dim, as its minor splits.
 
     Where these do not divide the dim, as many of their ranks as do: four of eight for a batch of four.
     """
-    mesh, taken = home.mesh, {split.axis for split in home.splits}
+    mesh, taken = sharding.mesh, {split.axis for split in sharding.splits}
     axes = zip(mesh.names, mesh.shape, strict=True)
     free = [Split(n, axis) for axis, n in axes if (mesh, axis) in used and axis not in taken]
-    for dim, layout in enumerate(home.dims):
+    for dim, layout in enumerate(sharding.dims):
         grown = (*layout, *_fitting(free, shape[dim] // lay.extent(layout)))
         if len(grown) > len(layout) and shape[dim] % lay.extent(grown) == 0:
-            yield dim, Sharding.make(mesh, [*home.dims[:dim], grown, *home.dims[dim + 1 :]], shape)
+            yield dim, Sharding.make(mesh, [*sharding.dims[:dim], grown, *sharding.dims[dim + 1 :]], shape)
 
 
 def _fitting(axes: Sequence[Split], steps: int) -> tuple[Split, ...]:
@@ -156,78 +156,80 @@ def _read_inputs(graph: Graph) -> list[int]:
     return [i for i in graph.input_tensors if i in read]
 
 
-def _own_origins(home: Sharding) -> Iterator[_InputGroup]:
-    for dim, layout in enumerate(home.dims):
+def _own_origins(sharding: Sharding) -> Iterator[_InputGroup]:
+    for dim, layout in enumerate(sharding.dims):
         if lay.axes(layout):
-            yield _InputGroup(home.mesh, home.ndim, dim, layout)
+            yield _InputGroup(sharding.mesh, sharding.ndim, dim, layout)
 
 
-def _moved(home: Sharding, origin: _InputGroup, shape: tuple[int, ...]) -> Iterator[tuple[int, Sharding]]:
+def _moved(sharding: Sharding, origin: _InputGroup, shape: tuple[int, ...]) -> Iterator[tuple[int, Sharding]]:
     """The sharding with the group's axes moved to another dim, as its minor splits, for each dim that they divide."""
-    yield from _with_minor(home, shape, lay.axes(origin.layout), origin.dim)
+    yield from _with_minor(sharding, shape, lay.axes(origin.layout), origin.dim)
 
 
-def _whole(home: Sharding, dim: int, shape: tuple[int, ...]) -> Sharding:
-    return Sharding.make(home.mesh, [*home.dims[:dim], (), *home.dims[dim + 1 :]], shape)
+def _whole(sharding: Sharding, dim: int, shape: tuple[int, ...]) -> Sharding:
+    return Sharding.make(sharding.mesh, [*sharding.dims[:dim], (), *sharding.dims[dim + 1 :]], shape)
 
 
 def _with_minor(
-    home: Sharding, shape: tuple[int, ...], axes: Sequence[Split], left: int | None = None
+    sharding: Sharding, shape: tuple[int, ...], axes: Sequence[Split], left: int | None = None
 ) -> Iterator[tuple[int, Sharding]]:
     """By dim that these axes divide, the sharding with them as its minor splits; dim `left` is made whole."""
-    for dim, layout in enumerate(home.dims):
+    for dim, layout in enumerate(sharding.dims):
         grown = (*layout, *axes)
         if dim != left and shape[dim] and shape[dim] % lay.extent(grown) == 0:
-            dims = [grown if d == dim else () if d == left else old for d, old in enumerate(home.dims)]
-            yield dim, Sharding.make(home.mesh, dims, shape)
+            dims = [grown if d == dim else () if d == left else old for d, old in enumerate(sharding.dims)]
+            yield dim, Sharding.make(sharding.mesh, dims, shape)
 
 
 def _price(resharded: ReshardedDefinition, starts: Starts) -> float:
     types = {i: resharded.graph.tensors[i].type for i in starts}
-    plans = [plan(resharded.sharded.homes[i], s, types[i].shape, types[i].dtype.itemsize) for i, s in starts.items()]
+    plans = [
+        plan(resharded.sharded.shardings[i], s, types[i].shape, types[i].dtype.itemsize) for i, s in starts.items()
+    ]
     return sum(math.inf if found is None else found.seconds for found in plans)
 
 
 def _spent(resharded: ReshardedDefinition) -> dict[_InputGroup, float]:
     """By group of inputs, the modelled time of moves in which dims that follow them lose a split, or are summed."""
-    origins, found = _origins(resharded.graph, resharded.sharded.homes), dict[_InputGroup, float]()
-    for step in resharded.moves:
-        for origin in _left(step, origins[resharded.values[step.source].tensor]):
-            found[origin] = found.get(origin, 0.0) + resharded.seconds(step)
+    origins, found = _origins(resharded.graph, resharded.sharded.shardings), dict[_InputGroup, float]()
+    for reshard in resharded.reshards:
+        for origin in _left(reshard, origins[resharded.values[reshard.source].tensor]):
+            found[origin] = found.get(origin, 0.0) + resharded.seconds(reshard)
     return found
 
 
-def _left(step: Set, origins: _Origins) -> set[_InputGroup]:
+def _left(reshard: Reshard, origins: _Origins) -> set[_InputGroup]:
     """The origins of the dims that a move changes, and of the sums that it reduces."""
-    src, dst = step.move.src, step.move.dst
-    window = step.move.kind is MoveKind.WINDOW
+    src, dst = reshard.step.src, reshard.step.dst
+    window = reshard.step.kind is StepKind.WINDOW
     rows = zip(src.dims, dst.dims, origins.dims, strict=True)
     moved = {origin for before, after, here in rows if window or before != after for origin in here}
     return moved | _sharing(origins.terms, {(src.mesh, split.axis) for split in src.partial if not dst.partial})
 
 
-def _origins(graph: Graph, homes: Mapping[int, Sharding]) -> dict[int, _Origins]:
+def _origins(graph: Graph, shardings: Mapping[int, Sharding]) -> dict[int, _Origins]:
     """By tensor the inputs that its dims and its unreduced sums come from, in a plan.
 
     A dim that does not follow an operand's split got it by a move: it comes from whatever had those axes.
     """
-    found: dict[int, _Origins] = {i: _of_input(homes[i]) for i in graph.input_tensors}
+    found: dict[int, _Origins] = {i: _of_input(shardings[i]) for i in graph.input_tensors}
     for node in graph.nodes:
         known = _of_factors(node, {j: found[j].dims for j in node.inputs})
         summed = (known[f] for f, factor in enumerate(node.rule.factors) if factor.kind is FactorKind.REDUCE)
         terms = frozenset().union(*summed, *(found[i].terms for i in node.inputs))
         anywhere = frozenset().union(*(here for i in node.inputs for here in found[i].dims))
         for dims, i in zip(node.rule.results, node.outputs, strict=True):
-            made = zip(homes[i].dims, dims, strict=True)
-            mesh = homes[i].mesh
+            made = zip(shardings[i].dims, dims, strict=True)
+            mesh = shardings[i].mesh
             split = tuple([_of_dim(mesh, layout, [known[f] for f in factors], anywhere) for layout, factors in made])
             found[i] = _Origins(split, terms)
     return found
 
 
-def _of_input(home: Sharding) -> _Origins:
-    own = {origin.dim: frozenset((origin,)) for origin in _own_origins(home)}
-    return _Origins(tuple([own.get(dim, frozenset()) for dim in range(home.ndim)]))
+def _of_input(sharding: Sharding) -> _Origins:
+    own = {origin.dim: frozenset((origin,)) for origin in _own_origins(sharding)}
+    return _Origins(tuple([own.get(dim, frozenset()) for dim in range(sharding.ndim)]))
 
 
 def _of_factors(node: Node, dims: Mapping[int, Sequence[frozenset[_T]]]) -> list[frozenset[_T]]:

@@ -45,7 +45,7 @@ def saved_by_leaving(plan: ShardedDefinition) -> float:
         for i, need in zip(node.inputs, choice.placement.operands, strict=True):
             if i in unread:
                 unread.discard(i)
-                lost = _lost(plan.homes[i], need)
+                lost = _lost(plan.shardings[i], need)
                 if lost and len(node.inputs) > 1:
                     nbytes = shard_bytes(need, plan.graph.tensors[i].type)
                     gathering = _gathering(lost, need, nbytes)
@@ -56,11 +56,11 @@ def saved_by_leaving(plan: ShardedDefinition) -> float:
     return saved / spent if saved else 0.0
 
 
-def _lost(home: Sharding, need: Sharding) -> tuple[Split, ...]:
+def _lost(sharding: Sharding, need: Sharding) -> tuple[Split, ...]:
     """The axes over which dims of a tensor are gathered; of dims that move in another way none."""
-    if home is need or home.mesh != need.mesh:
+    if sharding is need or sharding.mesh != need.mesh:
         return ()
-    rows = zip(home.dims, need.dims, strict=True)
+    rows = zip(sharding.dims, need.dims, strict=True)
     return tuple([split for old, new in rows if is_prefix(new, old) for split in axes(old[len(new) :])])
 
 
@@ -76,7 +76,7 @@ def _leaving(
 def _bringing_rows(node: Node, placement: Placement, lost: tuple[Split, ...]) -> float:
     """Seconds to gather the rows that an op reads beside a weight, or to scatter those that it makes, if fewer."""
     pairs = zip((*node.call.types, *node.call.results), (*placement.operands, *placement.results), strict=True)
-    rows = [shard_bytes(sharding, kind) for kind, sharding in pairs if sharding.used().issuperset(lost)]
+    rows = [shard_bytes(sharding, ttype) for ttype, sharding in pairs if sharding.used().issuperset(lost)]
     return _gathering(lost, placement.results[0], group_size(lost) * min(rows, default=0.0))
 
 
@@ -150,7 +150,7 @@ class _Parts:
     """
 
     def __init__(self, plan: ShardedDefinition, axis: str):
-        self.graph, self.homes, self.axis = plan.graph, plan.homes, axis
+        self.graph, self.shardings, self.axis = plan.graph, plan.shardings, axis
         self._inputs, self._left = set(plan.graph.input_tensors), set(plan.graph.outputs)
         self._of: dict[int, _Part] = {}
         self._sums: dict[int, Sharding] = {}
@@ -201,7 +201,7 @@ class _Parts:
                 self._reduced(i, need)
             elif i in self._of and i not in self._inputs and (i, need) not in self._rows:
                 self._rows.add((i, need))
-                (part or self._of[i]).root().reducing += self._seconds(self.homes[i], need, i)
+                (part or self._of[i]).root().reducing += self._seconds(self.shardings[i], need, i)
 
     def _learned(self, placement: Placement) -> _Along:
         """What lies along the axis in an op's placement."""
@@ -236,11 +236,11 @@ class _Parts:
 
     def _seconds(self, have: Sharding, need: Sharding, tensor: int) -> float:
         """Seconds to bring a tensor from one sharding to another."""
-        kind = self.graph.tensors[tensor].type
-        return cheapest((have,), need, kind.shape, kind.dtype.itemsize)
+        ttype = self.graph.tensors[tensor].type
+        return cheapest((have,), need, ttype.shape, ttype.dtype.itemsize)
 
     def _gathered(self, tensor: int) -> float:
         """Seconds to gather a tensor along the axis, or to scatter it there: as long."""
-        home = self.homes[tensor]
-        axis = Split(home.mesh.axis_size(self.axis), self.axis)
-        return _gathering((axis,), home, (axis.size or 1) * shard_bytes(home, self.graph.tensors[tensor].type))
+        sharding = self.shardings[tensor]
+        axis = Split(sharding.mesh.axis_size(self.axis), self.axis)
+        return _gathering((axis,), sharding, (axis.size or 1) * shard_bytes(sharding, self.graph.tensors[tensor].type))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ..compiler import CompiledProgram
 from ..graph import Graph
 from ..propagation import propagate
-from ..reshard.steps import Move, mean_wire_elements
+from ..reshard.steps import Step, mean_wire_elements
 from ..resharding import ReshardedDefinition, insert_resharding
 from ..rewrites.lower_ring_ops import lower_ring_ops
 from ..sharding.layout import WHOLE, Layout, axes, extent
@@ -49,18 +49,18 @@ class Alternative:
         return f"{self.old} -> {'no annotation' if self.new is None else self.new}"
 
 
-def wire_bytes(graph: Graph, tensor: int, move: Move) -> float:
+def wire_bytes(graph: Graph, tensor: int, step: Step) -> float:
     """The bytes that a move of a tensor puts on the wire: the mean over the ranks that it starts from."""
     ttype = graph.tensors[tensor].type
-    return mean_wire_elements(move, ttype.shape) * ttype.dtype.itemsize
+    return mean_wire_elements(step, ttype.shape) * ttype.dtype.itemsize
 
 
 def total(resharded: ReshardedDefinition) -> Total:
     """The bytes and seconds of all collectives of a plan."""
     wire, seconds = 0.0, 0.0
-    for step in resharded.collectives:
-        wire += wire_bytes(resharded.graph, resharded.values[step.source].tensor, step.move)
-        seconds += resharded.seconds(step)
+    for reshard in resharded.collectives:
+        wire += wire_bytes(resharded.graph, resharded.values[reshard.source].tensor, reshard.step)
+        seconds += resharded.seconds(reshard)
     return Total(wire, seconds)
 
 
@@ -69,7 +69,7 @@ class Alternatives:
 
     def __init__(self, compiled: CompiledProgram):
         self.graph = compiled.planned.graph
-        self.world = compiled.resharded.values[0].sharding.mesh
+        self.default_mesh = compiled.resharded.values[0].sharding.mesh
         self._found: dict[tuple[int, ...], tuple[Alternative, ...]] = {}
 
     def best(self, tensors: tuple[int, ...]) -> Alternative | None:
@@ -110,7 +110,7 @@ class Alternatives:
             kept.update(dict.fromkeys(tensors, new))
         reductions = {n: r for n, r in self.graph.reductions.items() if not self._makes(n, tensors)}
         changed = dataclasses.replace(self.graph, annotations=kept, reductions=reductions)
-        return total(insert_resharding(lower_ring_ops(propagate(changed, self.world))))
+        return total(insert_resharding(lower_ring_ops(propagate(changed, self.default_mesh))))
 
     def _makes(self, node: int, tensors: tuple[int, ...]) -> bool:
         return any(i in tensors for i in self.graph.nodes[node].outputs)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from ..compiler import CompiledProgram
 from ..number_text import duration, micro, number
-from ..resharding import Set
+from ..resharding import Reshard
 from .alternatives import Alternative, Alternatives, Total, wire_bytes
 from .causes import Cause, Causes, annotated_where
 
@@ -123,17 +123,17 @@ def bill_of(compiled: CompiledProgram, alternatives: bool = False) -> Bill:
     compilations.
     """
     causes, others = Causes(compiled), Alternatives(compiled) if alternatives else None
-    return Bill(tuple(_entry(compiled, causes, others, step) for step in compiled.resharded.collectives))
+    return Bill(tuple(_entry(compiled, causes, others, reshard) for reshard in compiled.resharded.collectives))
 
 
-def _entry(compiled: CompiledProgram, causes: Causes, others: Alternatives | None, step: Set) -> BillEntry:
-    graph, move, cause = compiled.graph, step.move, causes.of(step)
-    tensor = compiled.resharded.values[step.source].tensor
+def _entry(compiled: CompiledProgram, causes: Causes, others: Alternatives | None, reshard: Reshard) -> BillEntry:
+    graph, step, cause = compiled.graph, reshard.step, causes.of(reshard)
+    tensor = compiled.resharded.values[reshard.source].tensor
     other = others.best(cause.annotated) if others is not None else None
     return BillEntry(
-        move.kind.value, ", ".join(map(str, move.axes)), graph.tensors[tensor].label,
-        wire_bytes(graph, tensor, move), step.why, str(step.line), str(move),
-        compiled.resharded.seconds(step), str(move.src), str(move.dst), _op(compiled, cause),
+        step.kind.value, ", ".join(map(str, step.axes)), graph.tensors[tensor].label,
+        wire_bytes(graph, tensor, step), reshard.why, str(reshard.line), str(step),
+        compiled.resharded.seconds(reshard), str(step.src), str(step.dst), _op(compiled, cause),
         _said(causes, cause.held), _said(causes, cause.needed),
         _instead(causes, other) if other is not None else None,
     )  # fmt: skip

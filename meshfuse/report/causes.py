@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..compiler import CompiledProgram
 from ..errors import SourceLine
 from ..graph import Graph, Node
-from ..resharding import Compute, Set, Step
+from ..resharding import Compute, Reshard, Statement
 from ..sharding.value import Sharding, conflicting
 from .provenance import Provenance
 
@@ -40,23 +40,23 @@ class Causes:
         self.choices = compiled.sharded.choices
         self.provenance = provenance or Provenance(compiled.sharded)
         self._makers = {i: node for node in self.graph.nodes for i in node.outputs}
-        self._readers = _readers(self.resharded.steps)
+        self._readers = _readers(self.resharded.statements)
 
-    def of(self, step: Set) -> Cause:
+    def of(self, reshard: Reshard) -> Cause:
         """The cause of a move of the program."""
-        tensor = self.resharded.values[step.source].tensor
-        reader = self.graph.nodes[step.node] if step.node is not None else self._reader(step)
-        held = self._held(step.source)
+        tensor = self.resharded.values[reshard.source].tensor
+        reader = self.graph.nodes[reshard.node] if reshard.node is not None else self._reader(reshard)
+        held = self._held(reshard.source)
         if reader is None:
             return Cause(None, held, (tensor,) if tensor in self.graph.annotations else ())
-        return Cause(reader, held, self._needed(reader, tensor, step.move.dst))
+        return Cause(reader, held, self._needed(reader, tensor, reshard.step.dst))
 
-    def _reader(self, step: Set) -> Node | None:
+    def _reader(self, reshard: Reshard) -> Node | None:
         """The op that the value is moved for, perhaps after more moves; None for an output or an annotation."""
-        for later in self._readers.get(step.target, ()):
+        for later in self._readers.get(reshard.target, ()):
             if isinstance(later, Compute):
-                return self.graph.nodes[later.node] if step.why.startswith("operand") else None
-            if later.why == step.why:
+                return self.graph.nodes[later.node] if reshard.why.startswith("operand") else None
+            if later.why == reshard.why:
                 return self.graph.nodes[later.node] if later.node is not None else self._reader(later)
         return None
 
@@ -96,9 +96,9 @@ class Causes:
         return tuple(dict.fromkeys(a for i in followed for a in self._behind(i)))
 
     def _with_splits_of(self, reader: Node, tensor: int, target: Sharding) -> Iterable[int]:
-        homes = self.provenance.sharded.homes
+        shardings = self.provenance.sharded.shardings
         for other in reader.inputs:
-            splits = homes[other].splits if other in homes and other != tensor else ()
+            splits = shardings[other].splits if other in shardings and other != tensor else ()
             if any(conflicting(a, b) for a in splits for b in target.splits):
                 yield other
 
@@ -112,12 +112,12 @@ def annotated_where(graph: Graph, tensor: int) -> str:
     return graph.implied.get(tensor) or f"annotated at {quoted(graph.annotation_lines[tensor])}"
 
 
-def _readers(steps: Iterable[Step]) -> dict[int, list[Step]]:
+def _readers(statements: Iterable[Statement]) -> dict[int, list[Statement]]:
     """By value, the ops and moves that read it, in their order."""
-    found: dict[int, list[Step]] = {}
-    for step in steps:
-        for value in step.inputs:
-            found.setdefault(value, []).append(step)
+    found: dict[int, list[Statement]] = {}
+    for statement in statements:
+        for value in statement.inputs:
+            found.setdefault(value, []).append(statement)
     return found
 
 

@@ -12,8 +12,8 @@ from ..number_text import duration, figures, number
 from ..placement.op_meshes import MeshSearch
 from ..placement.operand_layouts import Source
 from ..propagation import Choice, RunnerUp, ShardedDefinition
-from ..reshard.steps import MoveKind
-from ..resharding import Set
+from ..reshard.steps import StepKind
+from ..resharding import Reshard
 from .alternatives import wire_bytes
 from .bill import table
 from .causes import Causes, annotated_where, quoted
@@ -32,11 +32,11 @@ def explain_all(compiled: CompiledProgram) -> str:
     explainer, graph = Explainer(compiled), compiled.graph
     rows = [("tensor", "type", "sharding", "why", "line")]
     for tensor in graph.tensors:
-        if tensor.id not in compiled.sharded.homes:
+        if tensor.id not in compiled.sharded.shardings:
             continue
-        sharding = str(compiled.sharded.homes[tensor.id])
+        sharding = str(compiled.sharded.shardings[tensor.id])
         rows.append((tensor.label, str(tensor.type), sharding, explainer.in_short(tensor.id), str(tensor.line)))
-    meshes = dict.fromkeys(str(sharding.mesh) for sharding in compiled.sharded.homes.values())
+    meshes = dict.fromkeys(str(sharding.mesh) for sharding in compiled.sharded.shardings.values())
     near = [] if compiled.taken_from is None else [f"taken over from {_plan_of(compiled.taken_from)}"]
     return "\n".join([f"on {', '.join(meshes)}", *near, table(rows)])
 
@@ -70,17 +70,17 @@ class Explainer:
         self.causes = Causes(compiled, self.provenance)
         self._overlapped = compiled.segmented.overlapped
         self._loops = self._overlapped.loops
-        self._by_tensor: dict[int, list[Set]] | None = None
+        self._by_tensor: dict[int, list[Reshard]] | None = None
         self._search: MeshSearch | None = None
 
     def lines(self, tensor: int) -> Iterator[str]:
         """Everything there is to say about one tensor."""
         made = self.graph.tensors[tensor]
-        if tensor not in self.compiled.sharded.homes:
+        if tensor not in self.compiled.sharded.shardings:
             yield f"{made.label}: {made.type} at {quoted(made.line)}: no output needs it, so it is not computed"
             return
-        home = self.compiled.sharded.homes[tensor]
-        yield f"{made.label}: {made.type}, sharded {home} on {home.mesh}"
+        sharding = self.compiled.sharded.shardings[tensor]
+        yield f"{made.label}: {made.type}, sharded {sharding} on {sharding.mesh}"
         yield f"  {self._maker(tensor)} at {quoted(made.line)}"
         yield from (f"  {line}" for line in self._why(tensor))
         yield from (f"  {line}" for line in self._alternative(tensor))
@@ -119,7 +119,7 @@ class Explainer:
         if tensor in self.graph.annotations:
             yield self.graph.implied.get(tensor) or f"annotated so at {quoted(self.graph.annotation_lines[tensor])}"
             made = self.provenance.made_as(tensor)
-            if made != self.compiled.sharded.homes[tensor]:
+            if made != self.compiled.sharded.shardings[tensor]:
                 yield f"its op makes it as {made}, because:"
         elif self.provenance.producer(tensor) is None:
             yield "never annotated: an input without an annotation is replicated, whole on every rank"
@@ -131,8 +131,8 @@ class Explainer:
             yield self._whole(tensor)
 
     def _whole(self, tensor: int) -> str:
-        node, homes = self.provenance.producer(tensor), self.compiled.sharded.homes
-        split = [i for i in node.inputs if homes[i].splits] if node is not None else []
+        node, shardings = self.provenance.producer(tensor), self.compiled.sharded.shardings
+        split = [i for i in node.inputs if shardings[i].splits] if node is not None else []
         if split:
             return f"computed whole: no split of {', '.join(map(self._label, dict.fromkeys(split)))} is left in it"
         return "computed whole: neither an operand nor an annotation splits it over an axis"
@@ -230,34 +230,34 @@ class Explainer:
     # communication
 
     def _moves(self, tensor: int) -> Iterator[str]:
-        found = self._moves_of().get(tensor, [])
+        found = self._reshards_of().get(tensor, [])
         if not found:
             yield "none: every reader takes it as it is"
-        for step in found:
-            moved = f"{step.move.src} -> {step.move.dst}"
-            origin = f"asked for by {self._asker(step.why)} at {quoted(step.line)}"
-            if step.move.kind is MoveKind.SLICE:
+        for statement in found:
+            moved = f"{statement.step.src} -> {statement.step.dst}"
+            origin = f"asked for by {self._asker(statement.why)} at {quoted(statement.line)}"
+            if statement.step.kind is StepKind.SLICE:
                 yield f"each rank takes its part, no bytes: {moved}, {origin}"
             else:
-                count = number(wire_bytes(self.graph, tensor, step.move))
-                took = duration(self.compiled.resharded.seconds(step))
-                yield f"{_collective(step)}, {count} bytes per rank, {took}: {moved}, {origin}"
-                yield from self._needed(step)
+                count = number(wire_bytes(self.graph, tensor, statement.step))
+                took = duration(self.compiled.resharded.seconds(statement))
+                yield f"{_collective(statement)}, {count} bytes per rank, {took}: {moved}, {origin}"
+                yield from self._needed(statement)
 
-    def _moves_of(self) -> dict[int, list[Set]]:
+    def _reshards_of(self) -> dict[int, list[Reshard]]:
         """By tensor, all of its moves in order."""
         if self._by_tensor is None:
             self._by_tensor = {}
-            for step in self.compiled.resharded.steps:
-                if isinstance(step, Set):
-                    tensor = self.compiled.resharded.values[step.source].tensor
-                    self._by_tensor.setdefault(tensor, []).append(step)
+            for statement in self.compiled.resharded.statements:
+                if isinstance(statement, Reshard):
+                    tensor = self.compiled.resharded.values[statement.source].tensor
+                    self._by_tensor.setdefault(tensor, []).append(statement)
         return self._by_tensor
 
-    def _needed(self, step: Set) -> Iterator[str]:
+    def _needed(self, reshard: Reshard) -> Iterator[str]:
         """The annotations of other tensors that a collective is for."""
-        tensor = self.compiled.resharded.values[step.source].tensor
-        for other in self.causes.of(step).needed:
+        tensor = self.compiled.resharded.values[reshard.source].tensor
+        for other in self.causes.of(reshard).needed:
             if other != tensor:
                 yield f"  for {self._label(other)}, {annotated_where(self.graph, other)}"
 
@@ -267,16 +267,16 @@ class Explainer:
 
 def _meshes_of(sharded: ShardedDefinition) -> MeshSearch:
     """What each op's mesh has sent between meshes, as the plan has placed the ops."""
-    graph, homes = sharded.graph, sharded.homes
+    graph, shardings = sharded.graph, sharded.shardings
     placed = {i: sharding.mesh for i, sharding in graph.annotations.items()}
-    nodes = {node.id: homes[node.outputs[0]].mesh for node in graph.nodes}
-    made = {i: homes[i].mesh for node in graph.nodes for i in node.outputs}
+    nodes = {node.id: shardings[node.outputs[0]].mesh for node in graph.nodes}
+    made = {i: shardings[i].mesh for node in graph.nodes for i in node.outputs}
     return MeshSearch(graph, placed, next(iter(nodes.values())), nodes, {**placed, **made}, users(graph.nodes))
 
 
-def _collective(step: Set) -> str:
-    over = f" over {', '.join(map(str, step.move.axes))}" if step.move.axes else ""
-    return f"{step.move.kind.value}{over}"
+def _collective(reshard: Reshard) -> str:
+    over = f" over {', '.join(map(str, reshard.step.axes))}" if reshard.step.axes else ""
+    return f"{reshard.step.kind.value}{over}"
 
 
 def _verdict(taken: float, other: float) -> str:

@@ -52,7 +52,7 @@ def modelled_memory(compiled: CompiledProgram) -> Memory:
     """The peak memory of a compiled program, as modelled; what ops need for themselves is not known."""
     resharded = compiled.resharded
     found = peak(resharded)
-    made = {v: step for step in resharded.steps for v in step.outputs}
+    made = {v: statement for statement in resharded.statements for v in statement.outputs}
     held = []
     for v in found.held:
         tensor, sharding = resharded.graph.tensors[resharded.values[v].tensor], resharded.values[v].sharding
@@ -62,11 +62,11 @@ def modelled_memory(compiled: CompiledProgram) -> Memory:
 
 
 def _step(resharded: ReshardedDefinition, place: int) -> str:
-    if place == len(resharded.steps):
+    if place == len(resharded.statements):
         return "at the end"
-    step = resharded.steps[place]
-    line = resharded.graph.nodes[step.node].line if isinstance(step, Compute) else step.line
-    return f"in {resharded.name_of(step)} at {line}"
+    statement = resharded.statements[place]
+    line = resharded.graph.nodes[statement.node].line if isinstance(statement, Compute) else statement.line
+    return f"in {resharded.name_of(statement)} at {line}"
 
 
 def watch_memory(compiled: CompiledProgram, limit: float | None, line: SourceLine) -> None:

@@ -84,13 +84,13 @@ def _table(place: int, bill: Bill) -> str:
 def _program(compiled: CompiledProgram, bill: Bill) -> dict[str, Any]:
     graph = compiled.graph
     explainer = Explainer(compiled)
-    rows = [_input(explainer, i) for i in graph.input_tensors if i in compiled.sharded.homes]
-    places = {i: place for place, i in enumerate(j for j in graph.input_tensors if j in compiled.sharded.homes)}
+    rows = [_input(explainer, i) for i in graph.input_tensors if i in compiled.sharded.shardings]
+    places = {i: place for place, i in enumerate(j for j in graph.input_tensors if j in compiled.sharded.shardings)}
     for node in graph.nodes:
         places.update(dict.fromkeys(node.outputs, len(rows)))
         rows.append(_op(explainer, node, places))
     rows.append({"name": "outputs", "label": "", "shards": [], "in": [places[i] for i in graph.outputs], "line": ""})
-    meshes = list(dict.fromkeys(s.mesh for s in compiled.sharded.homes.values()))
+    meshes = list(dict.fromkeys(s.mesh for s in compiled.sharded.shardings.values()))
     first = len(rows) - 1 - len(graph.nodes)
     return {
         "meshes": [str(mesh) for mesh in meshes],
@@ -113,17 +113,17 @@ def _input(explainer: Explainer, tensor: int) -> dict[str, Any]:
     made = explainer.graph.tensors[tensor]
     return {
         "name": "input", "label": made.label, "type": str(made.type), "line": quoted(made.line), "in": [],
-        "shards": [_shard(explainer.compiled.sharded.homes[tensor])], "why": list(explainer.lines(tensor)),
+        "shards": [_shard(explainer.compiled.sharded.shardings[tensor])], "why": list(explainer.lines(tensor)),
     }  # fmt: skip
 
 
 def _op(explainer: Explainer, node: Node, places: dict[int, int]) -> dict[str, Any]:
-    tensors, homes = explainer.graph.tensors, explainer.compiled.sharded.homes
+    tensors, shardings = explainer.graph.tensors, explainer.compiled.sharded.shardings
     first = tensors[node.outputs[0]]
     return {
         "name": node.name, "label": first.label, "type": ", ".join(str(tensors[i].type) for i in node.outputs),
         "line": quoted(node.line), "in": list(dict.fromkeys(places[i] for i in node.inputs)),
-        "shards": [_shard(homes[i]) for i in node.outputs], "why": list(explainer.lines(node.outputs[0])),
+        "shards": [_shard(shardings[i]) for i in node.outputs], "why": list(explainer.lines(node.outputs[0])),
     }  # fmt: skip
 
 
@@ -138,16 +138,16 @@ def _shard(sharding: Sharding) -> dict[str, Any]:
 def _collectives(compiled: CompiledProgram, bill: Bill, places: dict[int, int], end: int) -> list[dict[str, Any]]:
     values, out = compiled.resharded.values, []
     readers = _readers(compiled)
-    for step, entry in zip(compiled.resharded.collectives, bill.entries, strict=True):
-        tensor = values[step.source].tensor
-        node = step.node if step.node is not None else readers.get(step.target)
+    for statement, entry in zip(compiled.resharded.collectives, bill.entries, strict=True):
+        tensor = values[statement.source].tensor
+        node = statement.node if statement.node is not None else readers.get(statement.target)
         made = places[compiled.graph.nodes[node].outputs[0]] if node is not None else end
-        target = places[tensor] if step.why == "its annotation" else made
+        target = places[tensor] if statement.why == "its annotation" else made
         known = {
             "kind": entry.collective, "axes": entry.axes, "wire": entry.wire, "seconds": entry.seconds,
-            "tensor": entry.tensor, "why": entry.why, "line": quoted(step.line), "move": entry.move,
+            "tensor": entry.tensor, "why": entry.why, "line": quoted(statement.line), "move": entry.move,
             "held": entry.held_by, "needed": entry.needed_by, "from": places[tensor], "to": target,
-            "axis": step.move.axes[0].axis if step.move.axes else None,
+            "axis": statement.step.axes[0].axis if statement.step.axes else None,
             "instead": str(entry.instead) if entry.instead else None,
         }  # fmt: skip
         out.append(known)
@@ -157,13 +157,13 @@ def _collectives(compiled: CompiledProgram, bill: Bill, places: dict[int, int], 
 def _readers(compiled: CompiledProgram) -> dict[int, int]:
     """By value, the first op that reads it, directly or after more moves."""
     found: dict[int, int] = {}
-    for step in reversed(compiled.resharded.steps):
-        if isinstance(step, Compute):
-            found.update(dict.fromkeys(step.inputs, step.node))
-        elif step.node is not None:
-            found[step.source] = step.node
-        elif step.target in found:
-            found[step.source] = found[step.target]
+    for statement in reversed(compiled.resharded.statements):
+        if isinstance(statement, Compute):
+            found.update(dict.fromkeys(statement.inputs, statement.node))
+        elif statement.node is not None:
+            found[statement.source] = statement.node
+        elif statement.target in found:
+            found[statement.source] = found[statement.target]
     return found
 
 

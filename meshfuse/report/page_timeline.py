@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from .. import costs
 from ..compiler import CompiledProgram
-from ..reshard.steps import MoveKind
-from ..resharding import Compute, Set
+from ..reshard.steps import StepKind
+from ..resharding import Compute, Reshard
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,31 +38,31 @@ def lanes(compiled: CompiledProgram) -> list[Lane]:
     clock = dict.fromkeys(compiled.ranks, 0.0)
     bars: dict[int, list[Bar]] = {rank: [] for rank in compiled.ranks}
     place = 0
-    for step in compiled.resharded.steps:
-        if isinstance(step, Compute):
-            ranks, seconds = step.placement.results[0].mesh.ranks, _compute_seconds(compiled, step)
-            alike = {start: Bar(start, seconds, step.node) for start in {clock[rank] for rank in ranks}}
+    for statement in compiled.resharded.statements:
+        if isinstance(statement, Compute):
+            ranks, seconds = statement.placement.results[0].mesh.ranks, _compute_seconds(compiled, statement)
+            alike = {start: Bar(start, seconds, statement.node) for start in {clock[rank] for rank in ranks}}
             for rank in ranks:
                 bars[rank].append(alike[clock[rank]])
                 clock[rank] += seconds
-        elif step.move.kind is not MoveKind.SLICE:
-            _communicate(compiled, step, place, clock, bars)
+        elif statement.step.kind is not StepKind.SLICE:
+            _communicate(compiled, statement, place, clock, bars)
             place += 1
     return _merged(bars)
 
 
-def _compute_seconds(compiled: CompiledProgram, step: Compute) -> float:
-    call = compiled.graph.nodes[step.node].call
-    mesh = step.placement.results[0].mesh
-    return costs.computation(call.op.flops(call) / step.placement.ways, mesh.flops)
+def _compute_seconds(compiled: CompiledProgram, statement: Compute) -> float:
+    call = compiled.graph.nodes[statement.node].call
+    mesh = statement.placement.results[0].mesh
+    return costs.computation(call.op.flops(call) / statement.placement.ways, mesh.flops)
 
 
 def _communicate(
-    compiled: CompiledProgram, step: Set, place: int, clock: dict[int, float], bars: dict[int, list[Bar]]
+    compiled: CompiledProgram, reshard: Reshard, place: int, clock: dict[int, float], bars: dict[int, list[Bar]]
 ) -> None:
-    seconds = compiled.resharded.seconds(step)
-    ranks = {*step.move.src.mesh.ranks, *step.move.dst.mesh.ranks}
-    for group in {step.move.group(rank) for rank in ranks}:
+    seconds = compiled.resharded.seconds(reshard)
+    ranks = {*reshard.step.src.mesh.ranks, *reshard.step.dst.mesh.ranks}
+    for group in {reshard.step.group(rank) for rank in ranks}:
         bar = Bar(max(clock[rank] for rank in group), seconds, None, place)
         for rank in group:
             bars[rank].append(bar)

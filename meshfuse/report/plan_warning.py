@@ -11,7 +11,7 @@ from typing import Any
 from ..compiler import CompiledProgram
 from ..errors import SourceLine, shown, user_error
 from ..number_text import number
-from ..resharding import Set
+from ..resharding import Reshard
 from .alternatives import Alternative, Alternatives, Total, total, wire_bytes
 from .causes import Causes
 
@@ -51,8 +51,8 @@ def bound(name: str, given: Any, line: SourceLine | None = None) -> float | None
 
 def watch(compiled: CompiledProgram, max_wire: float | None, line: SourceLine) -> None:
     """Warn (PlanWarning, at the user's line) of a plan over its bound, or one that another annotation would halve."""
-    moves = compiled.resharded.collectives
-    if not moves or (max_wire is None and not _notable(compiled, moves)):
+    reshards = compiled.resharded.collectives
+    if not reshards or (max_wire is None and not _notable(compiled, reshards)):
         return
     now = total(compiled.resharded)
     if max_wire is not None and now.wire <= max_wire:
@@ -62,16 +62,16 @@ def watch(compiled: CompiledProgram, max_wire: float | None, line: SourceLine) -
         warnings.warn_explicit(text, PlanWarning, line.file, line.line)
 
 
-def _notable(compiled: CompiledProgram, moves: Sequence[Set]) -> bool:
+def _notable(compiled: CompiledProgram, reshards: Sequence[Reshard]) -> bool:
     """Whether a program is small enough to be planned again, and gathers a large tensor somewhere."""
-    large = (compiled.resharded.type_of(s.source).nbytes >= NOTABLE for s in moves)
+    large = (compiled.resharded.type_of(s.source).nbytes >= NOTABLE for s in reshards)
     return len(compiled.graph.nodes) <= OPS and any(large)
 
 
 def _text(compiled: CompiledProgram, now: Total, max_wire: float | None) -> str:
     """The text of the warning; "" where there is nothing to warn of."""
     largest = _largest(compiled)
-    step, wire = largest[0]
+    statement, wire = largest[0]
     causes = Causes(compiled)
     behind = dict.fromkeys(i for s, _ in largest for i in causes.of(s).annotated)
     other = Alternatives(compiled).best(tuple(behind))
@@ -80,17 +80,17 @@ def _text(compiled: CompiledProgram, now: Total, max_wire: float | None) -> str:
         other = None
     if max_wire is None and (other is None or wire < NOTABLE):
         return ""
-    label = compiled.graph.tensors[compiled.resharded.values[step.source].tensor].label
+    label = compiled.graph.tensors[compiled.resharded.values[statement.source].tensor].label
     over = f", more than max_wire={number(max_wire)}" if max_wire is not None else ""
-    most = f"{step.move.kind.value} of {label} for {step.why} at {step.line}, {number(wire)} bytes"
+    most = f"{statement.step.kind.value} of {label} for {statement.why} at {statement.line}, {number(wire)} bytes"
     advice = _advice(causes, other, now) if other is not None else "No other annotation behind the largest moves less."
     return f"the plan moves {number(now.wire)} bytes per rank{over}; the largest collective is the {most}. {advice}"
 
 
-def _largest(compiled: CompiledProgram) -> list[tuple[Set, float]]:
+def _largest(compiled: CompiledProgram) -> list[tuple[Reshard, float]]:
     """The collectives that send most, with their bytes."""
     graph, values = compiled.graph, compiled.resharded.values
-    found = [(s, wire_bytes(graph, values[s.source].tensor, s.move)) for s in compiled.resharded.collectives]
+    found = [(s, wire_bytes(graph, values[s.source].tensor, s.step)) for s in compiled.resharded.collectives]
     return sorted(found, key=lambda entry: -entry[1])[:LOOKED_AT]
 
 

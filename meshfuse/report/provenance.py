@@ -61,17 +61,17 @@ class Provenance:
         return self._origins[tensor]
 
     def _traced(self, tensor: int) -> list[Origin]:
-        home = self.made_as(tensor)
+        sharding = self.made_as(tensor)
         splits: list[tuple[Split, int | None]] = [
-            (s, d) for d, layout in enumerate(home.dims) for s in lay.axes(layout)
+            (s, d) for d, layout in enumerate(sharding.dims) for s in lay.axes(layout)
         ]
-        return [self._origin((tensor, d), s) for s, d in [*splits, *((s, None) for s in home.partial)]]
+        return [self._origin((tensor, d), s) for s, d in [*splits, *((s, None) for s in sharding.partial)]]
 
     def made_as(self, tensor: int) -> Sharding:
         """The sharding in which the tensor's op makes it; for an input, its own."""
         node = self.producer(tensor)
         if node is None:
-            return self.sharded.homes[tensor]
+            return self.sharded.shardings[tensor]
         return self._choice(node).placement.results[node.outputs.index(tensor)]
 
     def _choice(self, node: Node) -> Choice:
@@ -110,8 +110,8 @@ class Provenance:
         if node is None:
             return []
         placement = self._choice(node).placement
-        if placement.move is not None:
-            return [(node.inputs[0], d) for d in _dims_split(placement.move.src, split)]
+        if placement.step is not None:
+            return [(node.inputs[0], d) for d in _dims_split(placement.step.src, split)]
         carry = placement.carry
         if dim is None and any(conflicting(split, s) for s in carry.axes):
             return [(node.inputs[carry.operands[0]], None)]
@@ -128,9 +128,9 @@ class Provenance:
     def _operands(self, node: Node, factor: int, split: Split) -> Iterator[tuple[int, int]]:
         """(operand, dim) of those that were split over the axis in this factor before the op."""
         for i, dims in zip(node.inputs, node.rule.operands, strict=True):
-            home = self.made_as(i) if i not in self.graph.annotations else self.sharded.homes[i]
+            sharding = self.made_as(i) if i not in self.graph.annotations else self.sharded.shardings[i]
             for dim in _dims_with(dims, factor):
-                if _has(home.dims[dim], split):
+                if _has(sharding.dims[dim], split):
                     yield i, dim
 
     # towards the outputs
@@ -142,8 +142,8 @@ class Provenance:
         for number in self._readers.get(tensor, ()):
             node = self.graph.nodes[number]
             placement = self._choice(node).placement
-            if placement.move is not None:
-                yield from ((node.outputs[0], d) for d in _dims_split(placement.move.dst, split))
+            if placement.step is not None:
+                yield from ((node.outputs[0], d) for d in _dims_split(placement.step.dst, split))
             layouts = placement.layouts
             factors = [f for i, dims in zip(node.inputs, node.rule.operands, strict=True) if i == tensor
                        for f in dims[dim] if _has(layouts[f], split)]  # fmt: skip

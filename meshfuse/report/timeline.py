@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from ..executor.spans import RankTime, Span, SpanKind, hidden_share, microseconds, rank_text
 from ..host_ir import HostProgram
 from ..lowering.durations import CostModel, axis_names, directions
-from ..lowering.instructions import CommunicationCall, Instruction, Launch, Meeting, Wait, meeting_place
+from ..lowering.instructions import CallKey, CommunicationCall, Instruction, Launch, Wait, call_channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class _PlayedRank:
     clock: float = 0.0
     spans: list[Span] = field(default_factory=list)
     free: dict[tuple[str, str], float] = field(default_factory=dict)
-    meetings: dict[str, Meeting] = field(default_factory=dict)
+    meetings: dict[str, CallKey] = field(default_factory=dict)
     numbers: Counter[object] = field(default_factory=Counter)
 
     def advance(self, kind: SpanKind, name: str, until: float) -> None:
@@ -86,9 +86,9 @@ class _Play:
     def __init__(self, programs: Sequence[HostProgram], model: CostModel, overlapped: bool, traced: set[int]):
         self.model, self.overlapped, self.traced = model, overlapped, traced
         self.ranks = {p.rank: _PlayedRank(p.rank, list(_played(p, overlapped))[::-1]) for p in programs}
-        self.arrived: dict[Meeting, list[tuple[_PlayedRank, CommunicationCall, float]]] = {}
-        self.ends: dict[Meeting, float] = {}
-        self.sleeping: dict[Meeting, list[_PlayedRank]] = {}
+        self.arrived: dict[CallKey, list[tuple[_PlayedRank, CommunicationCall, float]]] = {}
+        self.ends: dict[CallKey, float] = {}
+        self.sleeping: dict[CallKey, list[_PlayedRank]] = {}
 
     def run(self) -> Timeline:
         moving = [(0.0, number) for number in self.ranks]
@@ -128,7 +128,7 @@ class _Play:
         return woken
 
     def _issue(self, rank: _PlayedRank, call: CommunicationCall) -> list[_PlayedRank]:
-        place, size = meeting_place(rank.number, call)
+        place, size = call_channel(rank.number, call)
         rank.numbers[place] += 1
         meeting = rank.meetings[call.work] = (place, rank.numbers[place])
         there = self.arrived.setdefault(meeting, [])
@@ -138,7 +138,7 @@ class _Play:
         self._complete(meeting, self.arrived.pop(meeting))
         return self.sleeping.pop(meeting, [])
 
-    def _complete(self, meeting: Meeting, there: list[tuple[_PlayedRank, CommunicationCall, float]]) -> None:
+    def _complete(self, meeting: CallKey, there: list[tuple[_PlayedRank, CommunicationCall, float]]) -> None:
         """Begin a meeting to which all have come: when the last rank has issued it and all of its links are free."""
         start = max(max(issued, *(r.free.get(way, 0.0) for way in _ways(call))) for r, call, issued in there)
         seconds = max(self.model.communication(call) for _, call, _ in there)

@@ -25,7 +25,7 @@ class Borders:
     left: Callable[[Sharding, Shape], Sharding]
     inputs: Mapping[int, tuple[Layout, ...]] = field(default_factory=dict)
 
-    def passed(self, tensor: int, home: Sharding) -> Sharding:
+    def passed(self, tensor: int, sharding: Sharding) -> Sharding:
         """The sharding in which an input is passed."""
         dims = self.inputs.get(tensor)
-        return home if dims is None else home.with_dims(dims)
+        return sharding if dims is None else sharding.with_dims(dims)

@@ -1,4 +1,4 @@
-"""Lower bounds of what a reshard takes, without a search for its moves."""
+"""Lower bounds of what a reshard takes, without a search for its steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..mesh import DeviceMesh
 from ..sharding.layout import Split
 from ..sharding.value import Sharding
 from .atoms import Cuts, crossed, cut, cuts_of, outside
-from .prices import MOVE_SECONDS, held, holders, lacking, received
+from .prices import STEP_SECONDS, held, holders, lacking, received
 from .steps import group_size
 
 # Part of a bound on the time that is left, lest rounding make it more than the time is.
@@ -113,18 +113,18 @@ class Bound:
         return state.with_dims([outside(self.cuts, layout, n, near) for layout, n in rows])
 
     def _starts(self, state: Sharding, to_reduce: list[Split]) -> float:
-        """Seconds for messages to start, and what moves count by themselves; an exchange counts as two moves."""
+        """Seconds for messages to start, and what steps count by themselves; an exchange counts as two steps."""
         rows = zip(state.dims, self.dst.dims, self.shape, strict=True)
         found = [to_reduce, *(crossed(self.cuts, old, new, n) for old, new, n in rows if old != new)]
-        moves = min(sum(map(bool, found)), 2)
-        if not moves:
+        steps = min(sum(map(bool, found)), 2)
+        if not steps:
             return 0.0
         seconds = self.speeds.quickest * _steps(self._sources(state, self.dst, to_reduce), 2)
         for wait, wanted in self._waits:
             far = [split for split in to_reduce if split.axis not in wait.axes]
             sources = self._sources(self._together(state, wait.axes), wanted, far)
             seconds += wait.more * _steps(sources, 1 + wait.ranks)
-        return (seconds + moves * MOVE_SECONDS) * (1 - _ROUNDING)
+        return (seconds + steps * STEP_SECONDS) * (1 - _ROUNDING)
 
     def _sources(self, src: Sharding, dst: Sharding, to_reduce: list[Split]) -> int:
         """How many shards or terms a rank must hear of, its own among them; not counted where blocks differ in size."""

@@ -1,10 +1,10 @@
 """Small collectives of one kind brought together, as each costs a start.
 
 Reductions are put off until a result is needed. Gradients and statistics are many small ones over the same ranks. The
-first step that reads a reduced value waits, and so do those after it that depend on it; what does not depend on it goes
-first, and the reductions met on the way are done together (as PyTorch's DistributedDataParallel buckets gradients: Li
-et al., VLDB 2020). Reductions that only outputs read come last. All-gathers of inputs, such as the biases and scales of
-a layer, go with the first of them (as its FullyShardedDataParallel gathers a layer's parameters: Zhao et al., VLDB
+first statement that reads a reduced value waits, and so do those after it that depend on it; what does not depend on it
+goes first, and the reductions met on the way are done together (as PyTorch's DistributedDataParallel buckets gradients:
+Li et al., VLDB 2020). Reductions that only outputs read come last. All-gathers of inputs, such as the biases and scales
+of a layer, go with the first of them (as its FullyShardedDataParallel gathers a layer's parameters: Zhao et al., VLDB
 2023). Exchanges are brought together where they are neighbours.
 """
 
@@ -14,90 +14,92 @@ import dataclasses
 from collections import deque
 from collections.abc import Sequence
 
-from ..resharding import Compute, ReshardedDefinition, Set, Step
-from .steps import MoveKind
+from ..resharding import Compute, Reshard, ReshardedDefinition, Statement
+from .steps import StepKind
 
 # A larger all-reduce goes where it stands, and one of at most the second size also goes with one that is not its own.
 LARGEST, _SMALL = 4 << 20, 64 << 10
-# Of the larger side of any other move: putting pieces together and apart is a copy of each.
+# Of the larger side of any other reshard: putting pieces together and apart is a copy of each.
 LARGEST_COPIED = 1 << 20
-# How many steps may be put off for one reduction: keeps the work linear and buffers' lives short.
+# How many statements may be put off for one reduction: keeps the work linear and buffers' lives short.
 _WINDOW = 32
-# And how many steps sooner an input is gathered, about a layer's, after so many ops on it.
+# And how many statements sooner an input is gathered, about a layer's, after so many ops on it.
 _SOONER, _CHAIN = 128, 4
-_REDUCTIONS = (MoveKind.ALL_REDUCE, MoveKind.REDUCE_SCATTER)
-_EXCHANGES = (MoveKind.ALL_TO_ALL, MoveKind.EXCHANGE, MoveKind.WINDOW)
+_REDUCTIONS = (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER)
+_EXCHANGES = (StepKind.ALL_TO_ALL, StepKind.EXCHANGE, StepKind.WINDOW)
 
 
-def bucket_key(resharded: ReshardedDefinition, step: Step) -> object:
-    """Equal for moves that can be one call; None for steps that are always one of their own."""
-    if not isinstance(step, Set) or step.move.kind in (MoveKind.SLICE, MoveKind.TRANSFER):
+def bucket_key(resharded: ReshardedDefinition, statement: Statement) -> object:
+    """Equal for reshards that can be one call; None for statements that are always one of their own."""
+    if not isinstance(statement, Reshard) or statement.step.kind in (StepKind.SLICE, StepKind.TRANSFER):
         return None
-    kind, src = step.move.kind, step.move.src
-    sizes = resharded.nbytes(step.source), resharded.nbytes(step.target)
-    if sizes[0] > LARGEST if kind is MoveKind.ALL_REDUCE else max(sizes) > LARGEST_COPIED:
+    kind, src = statement.step.kind, statement.step.src
+    sizes = resharded.nbytes(statement.source), resharded.nbytes(statement.target)
+    if sizes[0] > LARGEST if kind is StepKind.ALL_REDUCE else max(sizes) > LARGEST_COPIED:
         return None
-    dtype = resharded.type_of(step.source).dtype
-    return MoveKind.EXCHANGE if kind in _EXCHANGES else kind, src.mesh, step.move.axes, src.reduce, dtype
+    dtype = resharded.type_of(statement.source).dtype
+    return StepKind.EXCHANGE if kind in _EXCHANGES else kind, src.mesh, statement.step.axes, src.reduce, dtype
 
 
 def bucket_collectives(resharded: ReshardedDefinition, sparing: bool = False) -> ReshardedDefinition:
-    """The same steps, reordered so that moves that can be one call are neighbours. The order is the same on all ranks.
+    """The same statements, with reshards that can be one call as neighbours. The order is the same on all ranks.
 
     `sparing` puts off all-reduces only: their operands take no more memory than their results.
     """
     kinds = _REDUCTIONS[:1] if sparing else _REDUCTIONS
-    steps = _Postponer(resharded, kinds).run()
-    return dataclasses.replace(resharded, steps=tuple(steps if sparing else _sooner(resharded, steps)))
+    statements = _Postponer(resharded, kinds).run()
+    return dataclasses.replace(resharded, statements=tuple(statements if sparing else _sooner(resharded, statements)))
 
 
-def _sooner(resharded: ReshardedDefinition, steps: list[Step]) -> list[Step]:
-    """The steps with small all-gathers of inputs, or of a few ops on inputs, beside the first of their kind."""
-    keys = {place: key for place, step in enumerate(steps)
-            if _is_gather(step) and (key := bucket_key(resharded, step)) is not None}  # fmt: skip
+def _sooner(resharded: ReshardedDefinition, statements: list[Statement]) -> list[Statement]:
+    """The statements with small all-gathers of inputs, or of a few ops on inputs, beside the first of their kind."""
+    keys = {place: key for place, statement in enumerate(statements)
+            if _is_gather(statement) and (key := bucket_key(resharded, statement)) is not None}  # fmt: skip
     if len(keys) == len(set(keys.values())):
-        return steps
-    made_by = _made_by(resharded, steps)
+        return statements
+    made_by = _made_by(resharded, statements)
     first: dict[object, int] = {}
     moved: dict[int, int] = {}
     for place, key in keys.items():
-        before = made_by.get(steps[place].inputs[0])
+        before = made_by.get(statements[place].inputs[0])
         if before is not None:
             if place - first.setdefault(key, place) > _SOONER:
                 first[key] = place
             late = [made for made in before if moved.get(made, made) > first[key]]
             moved.update(dict.fromkeys((place, *late), first[key]))
-    turns = [(moved.get(place, place), isinstance(step, Set), place) for place, step in enumerate(steps)]
-    return [steps[place] for *_, place in sorted(turns)]
+    turns = [
+        (moved.get(place, place), isinstance(statement, Reshard), place) for place, statement in enumerate(statements)
+    ]
+    return [statements[place] for *_, place in sorted(turns)]
 
 
-def _made_by(resharded: ReshardedDefinition, steps: Sequence[Step]) -> dict[int, tuple[int, ...]]:
+def _made_by(resharded: ReshardedDefinition, statements: Sequence[Statement]) -> dict[int, tuple[int, ...]]:
     """By value that a few ops make of inputs alone, such as a cast, the places of these ops."""
     known: dict[int, tuple[int, ...]] = dict.fromkeys(resharded.inputs, ())
-    for place, step in enumerate(steps):
-        if isinstance(step, Compute) and all(v in known for v in step.inputs):
-            chain = (*sorted({made for v in step.inputs for made in known[v]}), place)
+    for place, statement in enumerate(statements):
+        if isinstance(statement, Compute) and all(v in known for v in statement.inputs):
+            chain = (*sorted({made for v in statement.inputs for made in known[v]}), place)
             if len(chain) <= _CHAIN:
-                known.update(dict.fromkeys(step.outputs, chain))
+                known.update(dict.fromkeys(statement.outputs, chain))
     return known
 
 
-def _is_gather(step: Step) -> bool:
-    return isinstance(step, Set) and step.move.kind is MoveKind.ALL_GATHER
+def _is_gather(statement: Statement) -> bool:
+    return isinstance(statement, Reshard) and statement.step.kind is StepKind.ALL_GATHER
 
 
 class _Postponer:
-    """`held` are reductions put off, `waiting` the steps that depend on them, `done` all others, in their order."""
+    """`held`: postponed reductions. `waiting`: statements that depend on them. `done`: all others, in order."""
 
-    def __init__(self, resharded: ReshardedDefinition, kinds: Sequence[MoveKind]):
+    def __init__(self, resharded: ReshardedDefinition, kinds: Sequence[StepKind]):
         self.resharded, self.kinds = resharded, kinds
-        self.left: deque[Step] = deque(resharded.steps)
-        self.done: list[Step] = []
-        self.held: list[Set] = []
-        self.waiting: list[Step] = []
+        self.left: deque[Statement] = deque(resharded.statements)
+        self.done: list[Statement] = []
+        self.held: list[Reshard] = []
+        self.waiting: list[Statement] = []
         self.missing: set[int] = set()
 
-    def run(self) -> list[Step]:
+    def run(self) -> list[Statement]:
         while self.left or self.waiting:
             if not self.left or len(self.waiting) > _WINDOW:
                 self._release()
@@ -109,21 +111,21 @@ class _Postponer:
             *(s for key in dict.fromkeys(keys) for s, k in zip(self.held, keys, strict=True) if k == key),
         ]
 
-    def _key(self, step: Step) -> object:
-        return bucket_key(self.resharded, step)
+    def _key(self, statement: Statement) -> object:
+        return bucket_key(self.resharded, statement)
 
-    def _take(self, step: Step) -> None:
-        if not self.missing.isdisjoint(step.inputs):
-            self.waiting.append(step)
-            self.missing.update(step.outputs)
-        elif isinstance(step, Set) and step.move.kind in self.kinds and self._key(step) is not None:
-            self.held.append(step)
-            self.missing.add(step.target)
+    def _take(self, statement: Statement) -> None:
+        if not self.missing.isdisjoint(statement.inputs):
+            self.waiting.append(statement)
+            self.missing.update(statement.outputs)
+        elif isinstance(statement, Reshard) and statement.step.kind in self.kinds and self._key(statement) is not None:
+            self.held.append(statement)
+            self.missing.add(statement.target)
         else:
-            self.done.append(step)
+            self.done.append(statement)
 
     def _release(self) -> None:
-        """Do the reductions that the first waiting step needs, and small ones with them; then take up what waited."""
+        """Release the reductions that the first waiting statement needs, with small ones; then resume the others."""
         needed = set(self.waiting[0].inputs)
         # In the order of the reductions: that of a set of texts is another one on every rank.
         keys = list(dict.fromkeys(self._key(s) for s in self.held if s.target in needed))
@@ -134,5 +136,5 @@ class _Postponer:
         self.left.extendleft(reversed(self.waiting))
         self.waiting, self.missing = [], {s.target for s in self.held}
 
-    def _is_small(self, step: Set) -> bool:
-        return self.resharded.nbytes(step.source) <= _SMALL
+    def _is_small(self, reshard: Reshard) -> bool:
+        return self.resharded.nbytes(reshard.source) <= _SMALL

@@ -10,11 +10,11 @@ from ..mesh import DeviceMesh
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding
-from .steps import Move, MoveKind
+from .steps import Step, StepKind
 
 
-def one_move(src: Sharding, dst: Sharding) -> Move | None:
-    """The move between shardings of which one splits one dim over one axis more; None between others.
+def one_step(src: Sharding, dst: Sharding) -> Step | None:
+    """The step between shardings of which one splits one dim over one axis more; None between others.
 
     No path takes less than a slice, or than a gather in which each rank receives just what it lacks.
     """
@@ -24,11 +24,11 @@ def one_move(src: Sharding, dst: Sharding) -> Move | None:
     coarse, fine = sorted(found[0], key=len)
     if len(fine) != len(coarse) + 1 or not lay.is_prefix(coarse, fine) or not fine[-1].bound:
         return None
-    kind = MoveKind.SLICE if coarse is found[0][0] else MoveKind.ALL_GATHER
-    return Move(kind, (fine[-1],), src, dst)
+    kind = StepKind.SLICE if coarse is found[0][0] else StepKind.ALL_GATHER
+    return Step(kind, (fine[-1],), src, dst)
 
 
-def straight(src: Sharding, dst: Sharding) -> tuple[Move, ...] | None:
+def straight(src: Sharding, dst: Sharding) -> tuple[Step, ...] | None:
     """Slices, then one all-reduce, then gathers, if each dim only gains axes or only loses some; else None.
 
     Each rank then receives just what it lacks, after a reduction of no more than is left of a block. That takes least
@@ -75,21 +75,21 @@ def _apart(changes: list[_Change], reduced: Layout) -> bool:
     return len(set(axes)) == len(axes)
 
 
-def _moves(src: Sharding, dst: Sharding, changes: list[_Change], reduced: Layout) -> Iterator[Move]:
+def _moves(src: Sharding, dst: Sharding, changes: list[_Change], reduced: Layout) -> Iterator[Step]:
     state = src
     for change in changes:
         if change.gained:
             then = _with(state, change.dim, dst)
-            yield Move(MoveKind.SLICE, tuple(sorted(change.gained)), state, then)
+            yield Step(StepKind.SLICE, tuple(sorted(change.gained)), state, then)
             state = then
     if reduced:
         then = state.reduced()
-        yield Move(MoveKind.ALL_REDUCE, reduced, state, then)
+        yield Step(StepKind.ALL_REDUCE, reduced, state, then)
         state = then
     for change in changes:
         if change.lost:
             then = _with(state, change.dim, dst)
-            yield Move(MoveKind.ALL_GATHER, change.lost, state, then)
+            yield Step(StepKind.ALL_GATHER, change.lost, state, then)
             state = then
 
 

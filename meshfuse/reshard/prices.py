@@ -1,4 +1,4 @@
-"""What a move costs: its modelled seconds on the links of its axes, and the bytes that a rank sends."""
+"""What a step costs: its modelled seconds on the links of its axes, and the bytes that a rank sends."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..mesh import DeviceMesh
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding
-from .steps import Move, MoveKind, group_size, is_even, sampled_ranks
+from .steps import Step, StepKind, group_size, is_even, sampled_ranks
 from .windows import window_peers, window_wire
 
-# Of plans that take as long the one of fewer moves is the better one: a slice, which moves nothing, counts half, and an
+# Of plans that take as long the one of fewer steps is the better one: a slice, which sends nothing, counts half, and an
 # exchange of any pieces twice.
-SLICE_SECONDS, MOVE_SECONDS, EXCHANGE_SECONDS = 1e-13, 2e-13, 4e-13
+SLICE_SECONDS, STEP_SECONDS, EXCHANGE_SECONDS = 1e-13, 2e-13, 4e-13
 
 
 class Price(NamedTuple):
@@ -30,45 +30,45 @@ class Price(NamedTuple):
 
 FREE = Price(SLICE_SECONDS, 0.0)
 _IN_RINGS = {
-    MoveKind.ALL_REDUCE: (costs.all_reduce, 2),
-    MoveKind.REDUCE_SCATTER: (costs.reduce_scatter, 1),
-    MoveKind.ALL_TO_ALL: (costs.all_to_all, 1),
-    MoveKind.ALL_GATHER: (costs.all_gather, 1),
+    StepKind.ALL_REDUCE: (costs.all_reduce, 2),
+    StepKind.REDUCE_SCATTER: (costs.reduce_scatter, 1),
+    StepKind.ALL_TO_ALL: (costs.all_to_all, 1),
+    StepKind.ALL_GATHER: (costs.all_gather, 1),
 }
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def price(move: Move, shape: tuple[int, ...], itemsize: float) -> Price:
-    """The price of a move of a tensor of this global shape."""
-    if move.kind is MoveKind.SLICE:
+def price(step: Step, shape: tuple[int, ...], itemsize: float) -> Price:
+    """The price of a step of a tensor of this global shape."""
+    if step.kind is StepKind.SLICE:
         return FREE
-    mesh = move.src.mesh
-    if move.kind is MoveKind.TRANSFER:
-        wire = itemsize * max(move.dst.max_local_numel(shape), 1)
-        return Price(costs.permute(between(mesh, move.dst.mesh), wire), wire)
-    n, link = group_size(move.axes), link_over(mesh, move.axes)
-    ring = _IN_RINGS.get(move.kind)
+    mesh = step.src.mesh
+    if step.kind is StepKind.TRANSFER:
+        wire = itemsize * max(step.dst.max_local_numel(shape), 1)
+        return Price(costs.permute(between(mesh, step.dst.mesh), wire), wire)
+    n, link = group_size(step.axes), link_over(mesh, step.axes)
+    ring = _IN_RINGS.get(step.kind)
     if ring is not None:
         form, passes = ring
-        whole = move.dst if move.kind is MoveKind.ALL_GATHER else move.src
+        whole = step.dst if step.kind is StepKind.ALL_GATHER else step.src
         nbytes = itemsize * whole.max_local_numel(shape)
-        if move.kind is MoveKind.ALL_TO_ALL and not is_even(move.src, move.dst, shape):
-            nbytes = itemsize * received(move.src, move.dst, shape) * n / (n - 1)
-        return Price(form(link, n, nbytes) + MOVE_SECONDS, passes * (n - 1) / n * nbytes)
-    if move.kind is MoveKind.WINDOW:
-        n, wire = 1 + window_peers(move), itemsize * window_wire(move)
+        if step.kind is StepKind.ALL_TO_ALL and not is_even(step.src, step.dst, shape):
+            nbytes = itemsize * received(step.src, step.dst, shape) * n / (n - 1)
+        return Price(form(link, n, nbytes) + STEP_SECONDS, passes * (n - 1) / n * nbytes)
+    if step.kind is StepKind.WINDOW:
+        n, wire = 1 + window_peers(step), itemsize * window_wire(step)
     else:
-        lacking = received(move.src, move.dst, shape)
-        n, wire = 1 + _peers(move, shape, lacking), itemsize * lacking
+        lacking = received(step.src, step.dst, shape)
+        n, wire = 1 + _peers(step, shape, lacking), itemsize * lacking
     return Price(costs.exchange(link, n, wire) + EXCHANGE_SECONDS, wire)
 
 
-def _peers(move: Move, shape: tuple[int, ...], elements: float) -> int:
+def _peers(step: Step, shape: tuple[int, ...], elements: float) -> int:
     """From how many other ranks a rank gets so many elements in an exchange, at most.
 
     Where blocks differ in size that is not known; then each may come from another rank.
     """
-    found, n = holders(move.src, move.dst, shape), group_size(move.axes)
+    found, n = holders(step.src, step.dst, shape), group_size(step.axes)
     most = found.count - found.itself if found.of_all else max(math.ceil(elements), (n - 1).bit_length())
     return min(n - 1, most)
 

@@ -1,4 +1,4 @@
-"""The bytes that a rank holds at each step, and what it moves again in place of keeping it.
+"""The bytes that a rank holds at each statement, and what it reshards again in place of keeping it.
 
 A tensor that was gathered for one op and is read again much later, such as a weight in the forward and in the backward,
 is held all the time in between. Where that is more than a limit allows it is dropped after the one and gathered again
@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 from ..errors import SourceLine
 from ..mesh import DeviceMesh
-from ..resharding import Compute, ReshardedDefinition, Set, Step
-from .steps import MoveKind
+from ..resharding import Compute, Reshard, ReshardedDefinition, Statement
+from .steps import StepKind
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Where a rank holds most: so many bytes while this step is done, in these values, the largest first."""
+    """Where a rank holds most: so many bytes while this statement is done, in these values, the largest first."""
 
     nbytes: int
     place: int
@@ -37,7 +37,7 @@ def peak(resharded: ReshardedDefinition) -> Peak:
 
 
 def rematerialize_gathers(resharded: ReshardedDefinition, limit: float) -> ReshardedDefinition:
-    """The steps with moves done again where a rank would hold more than `limit` bytes; as far as that helps."""
+    """The statements with reshards done again where a rank would hold more than `limit` bytes; as far as that helps."""
     usage = _Usage(resharded)
     while (found := usage.peak()).nbytes > limit and usage.lower(found, limit):
         pass
@@ -46,15 +46,15 @@ def rematerialize_gathers(resharded: ReshardedDefinition, limit: float) -> Resha
 
 @dataclass(slots=True, eq=False)
 class _Life:
-    """A value from the step that makes it (-1: it is an argument) to its last read.
+    """A value from the statement that makes it (-1: it is an argument) to its last read.
 
-    `again` is the move that makes it just before its first step, where it is one that was dropped.
+    `again` is the reshard that makes it just before its first statement, where it is one that was dropped.
     """
 
     value: int
     start: int
     reads: list[int]
-    again: Set | None = None
+    again: Reshard | None = None
 
     @property
     def end(self) -> int:
@@ -66,11 +66,11 @@ class _Life:
 
 @dataclass(frozen=True, slots=True)
 class _Gain:
-    """What is saved by dropping a life until it is read `back`: moves from what is there then, and their seconds."""
+    """What is saved by dropping a life until it is read `back`: reshards from what is there then, and their seconds."""
 
     life: _Life
     back: int
-    moves: tuple[Set, ...]
+    reshards: tuple[Reshard, ...]
     nbytes: int
     seconds: float
 
@@ -80,11 +80,11 @@ class _Gain:
 
 
 class _Usage:
-    """Lives of values, and the bytes that they take at each step, on ranks of each kind: those of the same meshes."""
+    """Lives of values, and the bytes that they take at each statement, for each group of ranks on the same meshes."""
 
     def __init__(self, resharded: ReshardedDefinition):
         self.resharded, self.values = resharded, resharded.values
-        self.made_by: dict[int, Step] = {}
+        self.made_by: dict[int, Statement] = {}
         self.lives: dict[int, list[_Life]] = {}
         self._seen_through: set[int] = set()  # Values of which there are views.
         self._arguments: dict[int, list[_Life]] = {}  # By views of theirs, too.
@@ -100,17 +100,17 @@ class _Usage:
         """The lives, one for each value that is no view; what reads a view reads what it is a view of."""
         resharded = self.resharded
         roots = {v: v for v in resharded.inputs}
-        last = len(resharded.steps)
+        last = len(resharded.statements)
         for v in resharded.inputs:
             self.lives[v] = [_Life(v, -1, [])]
-        for place, step in enumerate(resharded.steps):
-            for v in dict.fromkeys(step.inputs):
+        for place, statement in enumerate(resharded.statements):
+            for v in dict.fromkeys(statement.inputs):
                 self._read(roots[v], place)
-            root = roots[step.inputs[0]] if self._is_view(step) else None
-            for v in step.outputs:
+            root = roots[statement.inputs[0]] if self._is_view(statement) else None
+            for v in statement.outputs:
                 roots[v] = v if root is None else root
                 if root is None:
-                    self.made_by[v], self.lives[v] = step, [_Life(v, place, [])]
+                    self.made_by[v], self.lives[v] = statement, [_Life(v, place, [])]
                 else:
                     self._seen_through.add(root)
         for v in (*resharded.inputs, *resharded.outputs):
@@ -118,10 +118,10 @@ class _Usage:
         inputs = set(resharded.inputs)
         self._arguments = {v: self.lives[root] for v, root in roots.items() if root in inputs}
 
-    def _is_view(self, step: Step) -> bool:
-        if isinstance(step, Set):
-            return step.move.kind is MoveKind.SLICE
-        return self.resharded.graph.nodes[step.node].call.op.is_view
+    def _is_view(self, statement: Statement) -> bool:
+        if isinstance(statement, Reshard):
+            return statement.step.kind is StepKind.SLICE
+        return self.resharded.graph.nodes[statement.node].call.op.is_view
 
     def _read(self, value: int, place: int) -> None:
         self.lives[value][-1].reads.append(place)
@@ -136,8 +136,8 @@ class _Usage:
         return self._sizes[value]
 
     def _counted(self, meshes: Collection[DeviceMesh]) -> list[int]:
-        """The bytes at each step, and at the end, on ranks of these meshes."""
-        changes = [0] * (len(self.resharded.steps) + 2)
+        """The bytes at each statement, and at the end, on ranks of these meshes."""
+        changes = [0] * (len(self.resharded.statements) + 2)
         for life in self._all():
             if self.values[life.value].sharding.mesh in meshes:
                 changes[max(life.start, 0)] += self.nbytes(life.value)
@@ -145,7 +145,7 @@ class _Usage:
         return list(itertools.accumulate(changes))[:-1]
 
     def _add(self, value: int, start: int, end: int, sign: int) -> None:
-        """Count a value at the steps from `start` to `end`."""
+        """Count a value at the statements from `start` to `end`."""
         more, mesh = sign * self.nbytes(value), self.values[value].sharding.mesh
         for kind, held in zip(self.kinds, self.held, strict=True):
             if mesh in kind:
@@ -176,39 +176,39 @@ class _Usage:
         return taken
 
     def _gain(self, life: _Life, peak: Peak) -> _Gain | None:
-        """What dropping a value until it is read again saves; None where that is at this step, or it cannot be made."""
+        """What dropping a value until its next read saves; None if that is now, or it cannot be made again."""
         at = bisect.bisect_left(life.reads, peak.place)
         back = life.reads[at]
-        at_once = back == peak.place or back == len(self.resharded.steps) or life.value in self._seen_through
-        moves = None if at_once else self._moves(life.value, back)
-        if not moves:
+        at_once = back == peak.place or back == len(self.resharded.statements) or life.value in self._seen_through
+        reshards = None if at_once else self._moves(life.value, back)
+        if not reshards:
             return None
-        root = self._life_for(moves[0].source, back)
+        root = self._life_for(reshards[0].source, back)
         kept_until = life.reads[at - 1] if at else life.start
         saved = self.nbytes(life.value) - (self.nbytes(root.value) if root.end < peak.place else 0)
         if saved <= 0 or self._most(root.value, root.end + 1, kept_until) + self.nbytes(root.value) >= peak.nbytes:
             return None
-        between = sum([self.nbytes(move.target) for move in moves[:-1]])
+        between = sum([self.nbytes(reshard.target) for reshard in reshards[:-1]])
         if between and self._most(life.value, back, back) + between >= peak.nbytes:
             return None
-        seconds = sum(map(self.resharded.seconds, moves))
+        seconds = sum(map(self.resharded.seconds, reshards))
         if not at:  # It was made ahead of its need.
-            seconds -= self.resharded.seconds(moves[-1])
-        return _Gain(life, back, moves, saved, seconds)
+            seconds -= self.resharded.seconds(reshards[-1])
+        return _Gain(life, back, reshards, saved, seconds)
 
-    def _moves(self, value: int, place: int) -> tuple[Set, ...] | None:
-        """The moves that make a value from what is there at a step, or what an op made, kept until then."""
-        step = self.made_by.get(value)
-        if not isinstance(step, Set) or step.node is not None or step.move.kind is MoveKind.TRANSFER:
+    def _moves(self, value: int, place: int) -> tuple[Reshard, ...] | None:
+        """The reshards that make a value from what is there at a statement, or what an op made, kept until then."""
+        statement = self.made_by.get(value)
+        if not isinstance(statement, Reshard) or statement.node is not None or statement.step.kind is StepKind.TRANSFER:
             return None
-        maker = self.made_by.get(step.source)
-        if self._life_at(step.source, place) is not None or isinstance(maker, Compute):
-            return (step,)
-        before = self._moves(step.source, place)
-        return (*before, step) if before is not None else None
+        maker = self.made_by.get(statement.source)
+        if self._life_at(statement.source, place) is not None or isinstance(maker, Compute):
+            return (statement,)
+        before = self._moves(statement.source, place)
+        return (*before, statement) if before is not None else None
 
     def _life_for(self, value: int, place: int) -> _Life:
-        """The life of a value that there is at a step, or that can go on until then."""
+        """The life of a value that there is at a statement, or that can go on until then."""
         return self._life_at(value, place) or self.lives[value][-1]
 
     def _most(self, value: int, start: int, end: int) -> int:
@@ -218,7 +218,7 @@ class _Usage:
         return max((max(part, default=0) for part in held), default=0)
 
     def _life_at(self, value: int, place: int) -> _Life | None:
-        """The life of a value that there is at a step; of an argument's view the argument's."""
+        """The life of a value that there is at a statement; of an argument's view the argument's."""
         lives = self.lives.get(value) or self._arguments.get(value, ())
         return next((life for life in lives if life.covers(place)), None)
 
@@ -232,14 +232,14 @@ class _Usage:
             self._delayed.add(life.value)
             self.lives[life.value].remove(life)
             self._add(life.value, life.start, life.start, -1)
-        for move in gain.moves:
-            source = self._life_for(move.source, back)
+        for reshard in gain.reshards:
+            source = self._life_for(reshard.source, back)
             self._add(source.value, source.end + 1, back, 1)
             bisect.insort(source.reads, back)
-            if move.target != life.value:
-                self._begin(_Life(move.target, back, [], move))
-                self._add(move.target, back, back, 1)
-        self._begin(_Life(life.value, back, later, gain.moves[-1]))
+            if reshard.target != life.value:
+                self._begin(_Life(reshard.target, back, [], reshard))
+                self._add(reshard.target, back, back, 1)
+        self._begin(_Life(life.value, back, later, gain.reshards[-1]))
 
     def _begin(self, life: _Life) -> None:
         self.lives[life.value].append(life)
@@ -248,7 +248,7 @@ class _Usage:
     # writing
 
     def rewritten(self) -> ReshardedDefinition:
-        """The definition with its moves done again; itself where there are none."""
+        """The definition with its reshards done again; itself where there are none."""
         again = sorted((life for life in self._all() if life.again is not None), key=lambda life: life.start)
         if not again:
             return self.resharded
@@ -256,52 +256,52 @@ class _Usage:
         for life in again:
             ids[life.value, life.start] = len(values)
             values.append(replace(self.values[life.value], id=len(values)))
-        steps = tuple(self._steps(again, ids))
-        outputs = tuple(self._named(v, len(self.resharded.steps), ids) for v in self.resharded.outputs)
-        done = replace(self.resharded, values=tuple(values), steps=steps, outputs=outputs).without_unread()
+        statements = tuple(self._steps(again, ids))
+        outputs = tuple(self._named(v, len(self.resharded.statements), ids) for v in self.resharded.outputs)
+        done = replace(self.resharded, values=tuple(values), statements=statements, outputs=outputs).without_unread()
         done.verify()
         return done
 
-    def _steps(self, again: Sequence[_Life], ids: dict[tuple[int, int], int]) -> Iterator[Step]:
+    def _steps(self, again: Sequence[_Life], ids: dict[tuple[int, int], int]) -> Iterator[Statement]:
         waiting: dict[int, list[_Life]] = {}
         for life in again:
             waiting.setdefault(life.start, []).append(life)
-        for place, step in enumerate(self.resharded.steps):
+        for place, statement in enumerate(self.resharded.statements):
             new = {life.value: life for life in waiting.get(place, ())}
             for life in _sources_first(new):
                 assert life.again is not None
                 source = self._named(life.again.source, place, ids)
-                why, line = self._asked(life, new, step)
+                why, line = self._asked(life, new, statement)
                 yield replace(life.again, source=source, target=ids[life.value, place], why=why, line=line)
-            if not (isinstance(step, Set) and step.target in self._delayed):
-                yield self._renamed(step, place, ids)
+            if not (isinstance(statement, Reshard) and statement.target in self._delayed):
+                yield self._renamed(statement, place, ids)
 
-    def _asked(self, life: _Life, new: Mapping[int, _Life], reader: Step) -> tuple[str, SourceLine]:
-        """Who asks, and at which line, for a value that is made again before a step, perhaps by way of others."""
-        move = life.again
-        assert move is not None
+    def _asked(self, life: _Life, new: Mapping[int, _Life], reader: Statement) -> tuple[str, SourceLine]:
+        """Who asks, and at which line, for a value that is made again before a statement, perhaps by way of others."""
+        reshard = life.again
+        assert reshard is not None
         if life.value in self._delayed:
-            return move.why, move.line
+            return reshard.why, reshard.line
         if isinstance(reader, Compute) and life.value in reader.inputs:
             node = self.resharded.graph.nodes[reader.node]
             return f"operand {reader.inputs.index(life.value)} of {node.name}, again", node.line
         target = next((other for other in new.values() if other.again and other.again.source == life.value), None)
-        return (f"{move.why}, again", move.line) if target is None else self._asked(target, new, reader)
+        return (f"{reshard.why}, again", reshard.line) if target is None else self._asked(target, new, reader)
 
     def _named(self, value: int, place: int, ids: dict[tuple[int, int], int]) -> int:
-        """The number of a value as it is there at a step; views keep theirs."""
+        """The number of a value as it is there at a statement; views keep theirs."""
         life = self._life_at(value, place)
         return ids.get((value, life.start), value) if life is not None and life.again is not None else value
 
-    def _renamed(self, step: Step, place: int, ids: dict[tuple[int, int], int]) -> Step:
-        if isinstance(step, Set):
-            return replace(step, source=self._named(step.source, place, ids))
-        inputs = tuple(self._named(v, place, ids) for v in step.inputs)
-        return step if inputs == step.inputs else replace(step, inputs=inputs)
+    def _renamed(self, statement: Statement, place: int, ids: dict[tuple[int, int], int]) -> Statement:
+        if isinstance(statement, Reshard):
+            return replace(statement, source=self._named(statement.source, place, ids))
+        inputs = tuple(self._named(v, place, ids) for v in statement.inputs)
+        return statement if inputs == statement.inputs else replace(statement, inputs=inputs)
 
 
 def _sources_first(new: dict[int, _Life]) -> Iterator[_Life]:
-    """Of values that are made again at one step those that others are made from first."""
+    """Of values that are made again at one statement those that others are made from first."""
     left = dict(new)
     while left:
         value, life = next(iter(left.items()))

@@ -1,4 +1,4 @@
-"""The cheapest path of moves from one sharding to another (A* over layouts: Hart, Nilsson, Raphael 1968)."""
+"""The cheapest path of steps from one sharding to another (A* over layouts: Hart, Nilsson, Raphael 1968)."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from ..sharding.strided import in_factors
 from ..sharding.value import Sharding, canonical_partial, conflicting, disjoint, nested
 from .atoms import Atoms, atoms, cut, cuts_of, growing, keeping, moved
 from .bounds import bound_of, is_possible
-from .direct import one_move, straight
-from .prices import MOVE_SECONDS, price
-from .steps import Move, MoveKind, is_even
+from .direct import one_step, straight
+from .prices import STEP_SECONDS, price
+from .steps import Step, StepKind, is_even
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
-    """The moves of a reshard in order, their modelled time in seconds and the bytes per rank on the wire."""
+class ReshardPlan:
+    """The steps of a reshard in order, their modelled time in seconds and the bytes per rank on the wire."""
 
-    moves: tuple[Move, ...]
+    steps: tuple[Step, ...]
     seconds: float
     wire: float
 
     def __str__(self) -> str:
-        return " ; ".join(map(str, self.moves)) or "nothing"
+        return " ; ".join(map(str, self.steps)) or "nothing"
 
 
-NOTHING = Path((), 0.0, 0.0)
+NOTHING = ReshardPlan((), 0.0, 0.0)
 # On the way a rank holds no more than at the dearer end, or so many bytes, whatever time that would save.
 ROOM = 64 << 20
 # Bytes alone decide where the least part of them that two paths may differ by weighs as much as so many starts.
 _OUTWEIGH = 1000
-# Paths that take as long but for a part of a move are gone on with from the one that has come farthest.
-_ALIKE = MOVE_SECONDS / 20
+# Paths that take as long but for a part of a step are gone on with from the one that has come farthest.
+_ALIKE = STEP_SECONDS / 20
 # They stand for what is left of a size without the divisors that matter.
 _PRIMES = (1009, 1013)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def plan(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> Path | None:
+def plan(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> ReshardPlan | None:
     """The cheapest path from `src` to `dst` for a tensor of this global shape.
 
     None where there is none: the target is unreduced in a way in which the source is not.
@@ -62,9 +62,9 @@ def plan(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) ->
         return _at_once(src, dst, shape, itemsize)
     sizes = _alike(src, dst, shape, itemsize)
     if sizes is None:
-        return _PathSearch(src, dst, shape, itemsize, _room(src, dst, shape, itemsize)).run()
-    moves = _path(src, dst, sizes)
-    return None if moves is None else _priced(moves, shape, itemsize)
+        return _PlanSearch(src, dst, shape, itemsize, _room(src, dst, shape, itemsize)).run()
+    steps = _path(src, dst, sizes)
+    return None if steps is None else _priced(steps, shape, itemsize)
 
 
 def _alike(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
@@ -85,28 +85,28 @@ def _alike(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) 
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _path(src: Sharding, dst: Sharding, sizes: tuple[int, ...]) -> tuple[Move, ...] | None:
-    """The moves of the cheapest path for stand-in sizes, where bytes alone decide.
+def _path(src: Sharding, dst: Sharding, sizes: tuple[int, ...]) -> tuple[Step, ...] | None:
+    """The steps of the cheapest path for stand-in sizes, where bytes alone decide.
 
     Where nothing is reduced, dims that are whole at both ends are left out of the search: they stay whole.
     """
-    one = one_move(src, dst)
+    one = one_step(src, dst)
     known = straight(src, dst) if one is None else (one,)
     if known is not None:
         return known
     places = tuple([d for d, layouts in enumerate(zip(src.dims, dst.dims, strict=True)) if any(layouts)])
     if src.partial != dst.partial or len(places) == len(sizes):
-        found = _PathSearch(src, dst, sizes, ROOM / math.prod(sizes), room=0).run()
-        return None if found is None else found.moves
+        found = _PlanSearch(src, dst, sizes, ROOM / math.prod(sizes), room=0).run()
+        return None if found is None else found.steps
     ends = [end.with_dims([end.dims[d] for d in places]) for end in (src, dst)]
-    moves = _path(*ends, tuple([sizes[d] for d in places]))
-    return None if moves is None else tuple([_among_whole(move, places, len(sizes)) for move in moves])
+    steps = _path(*ends, tuple([sizes[d] for d in places]))
+    return None if steps is None else tuple([_among_whole(step, places, len(sizes)) for step in steps])
 
 
-def _among_whole(move: Move, places: Sequence[int], ndim: int) -> Move:
-    """The move for a tensor of more dims: it has the move's dims at these places, and all others whole."""
-    before, after = (end.with_dims(_spread(end.dims, places, ndim)) for end in (move.src, move.dst))
-    return Move(move.kind, move.axes, before, after)
+def _among_whole(step: Step, places: Sequence[int], ndim: int) -> Step:
+    """The step for a tensor of more dims: it has the step's dims at these places, and all others whole."""
+    before, after = (end.with_dims(_spread(end.dims, places, ndim)) for end in (step.src, step.dst))
+    return Step(step.kind, step.axes, before, after)
 
 
 def _spread(dims: Sequence[Layout], places: Sequence[int], ndim: int) -> tuple[Layout, ...]:
@@ -114,9 +114,9 @@ def _spread(dims: Sequence[Layout], places: Sequence[int], ndim: int) -> tuple[L
     return tuple([at.get(d, lay.WHOLE) for d in range(ndim)])
 
 
-def _priced(moves: tuple[Move, ...], shape: tuple[int, ...], itemsize: int) -> Path:
-    prices = [price(move, shape, itemsize) for move in moves]
-    return Path(moves, sum([p.seconds for p in prices]), sum([p.wire for p in prices]))
+def _priced(steps: tuple[Step, ...], shape: tuple[int, ...], itemsize: int) -> ReshardPlan:
+    prices = [price(step, shape, itemsize) for step in steps]
+    return ReshardPlan(steps, sum([p.seconds for p in prices]), sum([p.wire for p in prices]))
 
 
 def _room(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> int:
@@ -126,18 +126,18 @@ def _room(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -
     return max(src.max_local_numel(shape), dst.max_local_numel(shape), ROOM // itemsize)
 
 
-def _between_meshes(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> Path | None:
+def _between_meshes(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> ReshardPlan | None:
     """Reduce on the old mesh, then send every rank of the new one what it needs."""
     if dst.partial:
         return None
     first = plan(src, src.reduced(), shape, itemsize)
     assert first is not None
-    return _priced((*first.moves, Move(MoveKind.TRANSFER, (), src.reduced(), dst)), shape, itemsize)
+    return _priced((*first.steps, Step(StepKind.TRANSFER, (), src.reduced(), dst)), shape, itemsize)
 
 
 def _over_factors(
     src: Sharding, dst: Sharding, ends: tuple[Sharding, Sharding], shape: tuple[int, ...], itemsize: int
-) -> Path | None:
+) -> ReshardPlan | None:
     """The path where dims are cut in turn: by way of `ends`, which have factors there, or in one exchange.
 
     Little has to move between the two, as chunks differ by their edges.
@@ -146,19 +146,19 @@ def _over_factors(
     if inner is None:
         return None
     first, last = (_exchanged(a, b) for a, b in ((src, ends[0]), (ends[1], dst)))
-    ways = [(*first, *inner.moves, *last)]
+    ways = [(*first, *inner.steps, *last)]
     if src.partial == dst.partial:
         ways.append(_exchanged(src, dst))
     return min((_priced(way, shape, itemsize) for way in ways), key=lambda path: path.seconds)
 
 
-def _exchanged(src: Sharding, dst: Sharding) -> tuple[Move, ...]:
+def _exchanged(src: Sharding, dst: Sharding) -> tuple[Step, ...]:
     """One exchange from one sharding to another, or nothing."""
     axes = disjoint([*src.splits, *dst.splits])
-    return (Move(MoveKind.EXCHANGE, axes, src, dst),) if src != dst else ()
+    return (Step(StepKind.EXCHANGE, axes, src, dst),) if src != dst else ()
 
 
-def _at_once(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> Path:
+def _at_once(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> ReshardPlan:
     """The path between sub-axes that do not nest, as 2 and 3 of 6: reduce, then one exchange.
 
     No other collective has groups of ranks for that.
@@ -167,7 +167,7 @@ def _at_once(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int
     first = plan(src, reduced, shape, itemsize)
     assert first is not None
     axes = [split for split in (*src.splits, *dst.splits) if split not in dst.partial]
-    return _priced((*first.moves, Move(MoveKind.EXCHANGE, disjoint(axes), reduced, dst)), shape, itemsize)
+    return _priced((*first.steps, Step(StepKind.EXCHANGE, disjoint(axes), reduced, dst)), shape, itemsize)
 
 
 def _filled(layout: Layout, atom: Split) -> Iterator[Layout]:
@@ -179,7 +179,7 @@ def _filled(layout: Layout, atom: Split) -> Iterator[Layout]:
                 yield (*layout[:place], *parts, *layout[place + 1 :])
 
 
-class _PathSearch:
+class _PlanSearch:
     """A* from one sharding to another on the same mesh.
 
     Its states are shardings whose axes are cut into the same atoms.
@@ -205,10 +205,10 @@ class _PathSearch:
         self._lent = self._idle.difference([split.axis for split in src.used()])
         self._shared = self._ends()[1:] if self._idle else []
 
-    def run(self) -> Path | None:
+    def run(self) -> ReshardPlan | None:
         order = itertools.count()
         queue: list[tuple[int, int, int, Sharding]] = [(0, 0, next(order), self.src)]
-        best: dict[Sharding, tuple[float, float, tuple[Move, ...]]] = {self.src: (0.0, 0.0, ())}
+        best: dict[Sharding, tuple[float, float, tuple[Step, ...]]] = {self.src: (0.0, 0.0, ())}
         done: set[Sharding] = set()
         limit = math.inf
         while queue:
@@ -218,20 +218,20 @@ class _PathSearch:
             done.add(state)
             seconds, wire, path = best[state]
             if state == self.dst:
-                return Path(path, seconds, wire)
-            for move in self._moves(state):
-                then = move.dst
+                return ReshardPlan(path, seconds, wire)
+            for step in self._moves(state):
+                then = step.dst
                 known = best.get(then)
                 if known is not None and seconds >= known[0]:
                     continue
-                added = price(move, self.shape, self.itemsize)
+                added = price(step, self.shape, self.itemsize)
                 total = seconds + added.seconds
                 if total >= limit or (known is not None and total >= known[0] - 1e-15) or not self._fits(then):
                     continue
                 at_least = total + self.bound.seconds(then)
                 if at_least >= limit:
                     continue
-                best[then] = (total, wire + added.wire, (*path, move))
+                best[then] = (total, wire + added.wire, (*path, step))
                 if then == self.dst:
                     limit = total
                 heapq.heappush(queue, (round(at_least / _ALIKE), -len(path), next(order), then))
@@ -255,9 +255,9 @@ class _PathSearch:
         terms = canonical_partial(partial)
         return Sharding(state.mesh, dims, terms, state.reduce if terms else "")
 
-    # moves ----------------------------------------------------------------------------------------------------
+    # steps ----------------------------------------------------------------------------------------------------
 
-    def _moves(self, state: Sharding) -> Iterator[Move]:
+    def _moves(self, state: Sharding) -> Iterator[Step]:
         to_reduce = self.bound.to_reduce(state)
         # First what arrives in any case: no path that takes longer is gone on with.
         if not to_reduce:
@@ -269,18 +269,18 @@ class _PathSearch:
             yield from self._sliced_for_a_while(state, bool(to_reduce))
         yield from self._gathers(state)
 
-    def _reductions(self, state: Sharding, to_reduce: list[Split]) -> Iterator[Move]:
+    def _reductions(self, state: Sharding, to_reduce: list[Split]) -> Iterator[Step]:
         if not to_reduce:
             return
         others = [p for p in cut(self.cuts, state.partial) if p in self.kept_partial]
-        yield Move(MoveKind.ALL_REDUCE, tuple(to_reduce), state, self._with(state, {}, others))
+        yield Step(StepKind.ALL_REDUCE, tuple(to_reduce), state, self._with(state, {}, others))
         for atom in to_reduce:
             rest = [*others, *(p for p in to_reduce if p != atom)]
             if len(to_reduce) > 1:
-                yield Move(MoveKind.ALL_REDUCE, (atom,), state, self._with(state, {}, rest))
+                yield Step(StepKind.ALL_REDUCE, (atom,), state, self._with(state, {}, rest))
             places = list(self._places(state, atom))
             for parts in places or self._out_of_place(state, atom):
-                yield Move(MoveKind.REDUCE_SCATTER, (atom,), state, self._with(state, parts, rest))
+                yield Step(StepKind.REDUCE_SCATTER, (atom,), state, self._with(state, parts, rest))
             yield from self._scattered_for_a_while(state, atom, rest)
 
     def _places(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
@@ -305,14 +305,14 @@ class _PathSearch:
                 filled = [lay.canonical(way, n) for way in _filled(lay.padded(layout, n), atom)]
                 yield from ({dim: way} for way in filled if self._keep(dim, way, only) == there)
 
-    def _scattered_for_a_while(self, state: Sharding, atom: Split, rest: list[Split]) -> Iterator[Move]:
+    def _scattered_for_a_while(self, state: Sharding, atom: Split, rest: list[Split]) -> Iterator[Step]:
         """Where axes differ in speed: a reduce-scatter over a fast axis, so that less is reduced over a slow one.
 
         An all-gather undoes it in the end (a hierarchical all-reduce, as in NCCL and Horovod).
         """
         if self._unequal and rest:
             for parts in self._for_a_while(state, atom):
-                yield Move(MoveKind.REDUCE_SCATTER, (atom,), state, self._with(state, parts, rest))
+                yield Step(StepKind.REDUCE_SCATTER, (atom,), state, self._with(state, parts, rest))
 
     def _minor(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
         """The changes that make the atom the minor split of any dim it cuts evenly."""
@@ -334,7 +334,7 @@ class _PathSearch:
                 if grown is not None and atom in atoms(self.cuts, wanted) and {dim: grown} not in minor:
                     yield {dim: grown}
 
-    def _sliced_for_a_while(self, state: Sharding, reducing: bool) -> Iterator[Move]:
+    def _sliced_for_a_while(self, state: Sharding, reducing: bool) -> Iterator[Step]:
         """Slices over an idle axis: its replicas each reduce or move a part, and gather the parts afterwards.
 
         A sum of p terms, each on q replicas, then sends 1 + (p - 2) / (p q) of a tensor instead of 2 - 2 / p.
@@ -346,46 +346,46 @@ class _PathSearch:
         for atom in self.axes:
             if atom.axis not in used and (reducing or atom.axis in kept or least < self._speed[atom.axis]):
                 for parts in self._for_a_while(state, atom):
-                    yield Move(MoveKind.SLICE, (atom,), state, self._with(state, parts))
+                    yield Step(StepKind.SLICE, (atom,), state, self._with(state, parts))
 
-    def _slices(self, state: Sharding) -> Iterator[Move]:
+    def _slices(self, state: Sharding) -> Iterator[Step]:
         used = [*state.splits, *state.partial]
         for dim, wanted in enumerate(self.wanted):
             free = frozenset(a for a in wanted if not any(conflicting(a, u) for u in used))
             grown = self._grown(state, dim, free) if free else None
             if grown is not None:
-                yield Move(MoveKind.SLICE, tuple(sorted(free)), state, self._with(state, {dim: grown}))
+                yield Step(StepKind.SLICE, tuple(sorted(free)), state, self._with(state, {dim: grown}))
 
-    def _gathers(self, state: Sharding) -> Iterator[Move]:
+    def _gathers(self, state: Sharding) -> Iterator[Step]:
         for dim, layout in enumerate(state.dims):
             if layout == self.dst.dims[dim]:
                 continue
             bound = atoms(self.cuts, layout)
             for atom in sorted(bound):
                 left = self._keep(dim, layout, bound - {atom})
-                yield Move(MoveKind.ALL_GATHER, (atom,), state, self._with(state, {dim: left}))
+                yield Step(StepKind.ALL_GATHER, (atom,), state, self._with(state, {dim: left}))
                 yield from self._all_to_alls(state, dim, atom, left)
             if len(bound) > 1:
                 whole = self._with(state, {dim: lay.WHOLE})
-                yield Move(MoveKind.ALL_GATHER, lay.axes(layout), state, whole)
+                yield Step(StepKind.ALL_GATHER, lay.axes(layout), state, whole)
 
-    def _all_to_alls(self, state: Sharding, dim: int, atom: Split, left: Layout) -> Iterator[Move]:
+    def _all_to_alls(self, state: Sharding, dim: int, atom: Split, left: Layout) -> Iterator[Step]:
         """To dims where the target has the atom; of faster axes also to others, out of a slower axis' way."""
         for other, wanted in enumerate(self.wanted):
             grown = self._grown(state, other, frozenset((atom,))) if other != dim and atom in wanted else None
             if grown is not None:
-                yield Move(MoveKind.ALL_TO_ALL, (atom,), state, self._with(state, {dim: left, other: grown}))
+                yield Step(StepKind.ALL_TO_ALL, (atom,), state, self._with(state, {dim: left, other: grown}))
         for parts in self._minor(state, atom) if self._speed[atom.axis] > self._slowest else ():
             if dim not in parts:
-                yield Move(MoveKind.ALL_TO_ALL, (atom,), state, self._with(state, {dim: left, **parts}))
+                yield Step(StepKind.ALL_TO_ALL, (atom,), state, self._with(state, {dim: left, **parts}))
 
-    def _exchange(self, state: Sharding, target: Sharding) -> Move:
+    def _exchange(self, state: Sharding, target: Sharding) -> Step:
         """Everything in one step: each rank gets exactly what it lacks."""
         rows = zip(state.dims, target.dims, self.shape, strict=True)
         axes = [atom for old, new, n in rows if old != new for atom in moved(self.cuts, old, new, n)]
-        return Move(MoveKind.EXCHANGE, tuple(sorted(set(axes))), state, target)
+        return Step(StepKind.EXCHANGE, tuple(sorted(set(axes))), state, target)
 
-    def _exchanged_in_parts(self, state: Sharding) -> Iterator[Move]:
+    def _exchanged_in_parts(self, state: Sharding) -> Iterator[Step]:
         """One exchange after which replicas along idle fast axes have a part each, which they gather then."""
         if self._shared and self._lent.isdisjoint([split.axis for split in state.splits]):
             yield from (self._exchange(state, end) for end in self._shared)

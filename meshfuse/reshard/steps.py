@@ -16,8 +16,8 @@ from ..sharding.layout import Split
 from ..sharding.value import Sharding
 
 
-class MoveKind(enum.Enum):
-    """What a move does. Only SLICE sends nothing."""
+class StepKind(enum.Enum):
+    """What a step does. Only SLICE sends nothing."""
 
     SLICE = "slice"
     ALL_REDUCE = "all-reduce"
@@ -28,14 +28,14 @@ class MoveKind(enum.Enum):
     TRANSFER = "send-recv"
     WINDOW = "window"
 
-    # Enum's own is written in Python, and kinds are in the keys of what is looked up for every move.
+    # Enum's own is written in Python, and kinds are in the keys of what is looked up for every step.
     __hash__ = object.__hash__
 
 
 # Of pieces that each rank's lack tells; a rank may lack nothing.
-_IN_PIECES = (MoveKind.EXCHANGE, MoveKind.WINDOW, MoveKind.TRANSFER)
+_IN_PIECES = (StepKind.EXCHANGE, StepKind.WINDOW, StepKind.TRANSFER)
 # Of pieces, each from one that has it.
-_FROM_HOLDERS = (*_IN_PIECES, MoveKind.ALL_TO_ALL)
+_FROM_HOLDERS = (*_IN_PIECES, StepKind.ALL_TO_ALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +132,14 @@ def _shifted(runs: lay.Runs, by: int) -> lay.Runs:
 
 @quickly_made
 @dataclass(frozen=True, slots=True)
-class Move:
+class Step:
     """A step from `src` to `dst` among ranks that differ along `axes` only (for TRANSFER: between two meshes).
 
     For WINDOW, `src` is the sharding of one tensor and `dst` that of another, which is its `window`. With `only`, (a
     dim, indices of it), the step moves that chunk alone.
     """
 
-    kind: MoveKind
+    kind: StepKind
     axes: tuple[Split, ...]
     src: Sharding
     dst: Sharding
@@ -161,15 +161,15 @@ class Move:
         return f"{self.kind.value}{over} {self.src} -> {self.dst}"
 
     def group(self, rank: int) -> tuple[int, ...]:
-        """The ranks that communicate with this one in the move, itself among them, in order."""
-        if self.kind is MoveKind.TRANSFER:
+        """The ranks that communicate with this one in the step, itself among them, in order."""
+        if self.kind is StepKind.TRANSFER:
             return tuple(sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks}))
         return self.src.mesh.group(rank, axis_keys(self.axes))
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _runs(sharding: Sharding, shape: tuple[int, ...], rank: int) -> tuple[lay.Runs, ...]:
-    """Kept: it is asked for every move, and several times for each."""
+    """Kept: it is asked for every step, and several times for each."""
     return sharding.runs(shape, rank)
 
 
@@ -197,41 +197,41 @@ def axis_keys(axes: Sequence[Split]) -> tuple[tuple[str, int, int], ...]:
     return tuple((s.axis, s.pre, s.size) for s in axes)  # type: ignore[misc]
 
 
-def wire_elements(move: Move, shape: Sequence[int], rank: int) -> float:
+def wire_elements(step: Step, shape: Sequence[int], rank: int) -> float:
     """Elements that the rank sends, collectives counted as rings over n ranks.
 
     All-reduce: 2 (n - 1) / n of its tensor. All-gather: its block to n - 1 peers. Reduce-scatter: all but its own part.
     All else: what leaves the rank. This is exact for uneven blocks, too.
     """
-    n = group_size(move.axes)
-    if move.kind is MoveKind.SLICE or (n == 1 and move.kind is not MoveKind.TRANSFER):
+    n = group_size(step.axes)
+    if step.kind is StepKind.SLICE or (n == 1 and step.kind is not StepKind.TRANSFER):
         return 0.0
-    if move.kind is MoveKind.ALL_REDUCE:
-        return 2.0 * (n - 1) / n * box_numel(move.held(shape, rank))
-    if move.kind is MoveKind.REDUCE_SCATTER:
-        kept = box_numel(move.wanted(shape, rank))
-        return float(box_numel(move.held(shape, rank)) - kept)
-    if move.kind is MoveKind.ALL_GATHER:
-        return float((n - 1) * box_numel(move.held(shape, rank)))
-    return float(sum(p.numel for p in rank_pieces(move, tuple(shape), rank) if p.source == rank != p.target))
+    if step.kind is StepKind.ALL_REDUCE:
+        return 2.0 * (n - 1) / n * box_numel(step.held(shape, rank))
+    if step.kind is StepKind.REDUCE_SCATTER:
+        kept = box_numel(step.wanted(shape, rank))
+        return float(box_numel(step.held(shape, rank)) - kept)
+    if step.kind is StepKind.ALL_GATHER:
+        return float((n - 1) * box_numel(step.held(shape, rank)))
+    return float(sum(p.numel for p in rank_pieces(step, tuple(shape), rank) if p.source == rank != p.target))
 
 
-def mean_wire_elements(move: Move, shape: Sequence[int]) -> float:
+def mean_wire_elements(step: Step, shape: Sequence[int]) -> float:
     """The mean of `wire_elements` over the ranks of the source.
 
     Worked out without asking each rank, as a mesh may have thousands: what leaves some ranks is what reaches others,
     and the ranks' parts of a dim add up to the dim.
     """
-    n = group_size(move.axes)
-    if move.kind in _FROM_HOLDERS:
-        ranks, groups = _for_all(move, tuple(shape))
-        return groups * sum(arriving(move, tuple(shape), rank) for rank in ranks) / move.src.mesh.size
-    if move.kind is MoveKind.SLICE or n == 1:
+    n = group_size(step.axes)
+    if step.kind in _FROM_HOLDERS:
+        ranks, groups = _for_all(step, tuple(shape))
+        return groups * sum(arriving(step, tuple(shape), rank) for rank in ranks) / step.src.mesh.size
+    if step.kind is StepKind.SLICE or n == 1:
         return 0.0
-    held = _mean_numel(move.src, shape, move.only)
-    if move.kind is MoveKind.ALL_REDUCE:
+    held = _mean_numel(step.src, shape, step.only)
+    if step.kind is StepKind.ALL_REDUCE:
         return 2.0 * (n - 1) / n * held
-    return held - _mean_numel(move.dst, shape, move.only) if move.kind is MoveKind.REDUCE_SCATTER else (n - 1) * held
+    return held - _mean_numel(step.dst, shape, step.only) if step.kind is StepKind.REDUCE_SCATTER else (n - 1) * held
 
 
 def _mean_numel(sharding: Sharding, shape: Sequence[int], only: tuple[int, lay.Runs] | None) -> float:
@@ -239,33 +239,33 @@ def _mean_numel(sharding: Sharding, shape: Sequence[int], only: tuple[int, lay.R
     return box_numel(index) / group_size(sharding.splits)
 
 
-def _for_all(move: Move, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+def _for_all(step: Step, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
     """(ranks, times): what reaches these ranks, so many times, is what reaches all; one group's where all are alike."""
-    ranks = move.dst.mesh.ranks
-    if move.kind is MoveKind.TRANSFER or move.window is not None or not is_even(move.src, move.dst, shape):
+    ranks = step.dst.mesh.ranks
+    if step.kind is StepKind.TRANSFER or step.window is not None or not is_even(step.src, step.dst, shape):
         return ranks, 1
-    group = move.group(ranks[0])
+    group = step.group(ranks[0])
     return group, len(ranks) // len(group)
 
 
 @functools.lru_cache(maxsize=4096)
-def travels(move: Move, shape: tuple[int, ...]) -> bool:
+def travels(step: Step, shape: tuple[int, ...]) -> bool:
     """Whether any element of a tensor of this global shape goes from one rank to another."""
-    if move.kind in _IN_PIECES:
-        return any(arriving(move, shape, rank) for rank in _for_all(move, shape)[0])
-    return move.kind is not MoveKind.SLICE
+    if step.kind in _IN_PIECES:
+        return any(arriving(step, shape, rank) for rank in _for_all(step, shape)[0])
+    return step.kind is not StepKind.SLICE
 
 
-def arriving(move: Move, shape: tuple[int, ...], rank: int) -> int:
-    """Elements that reach the rank from others, of a move in pieces: what it wants of the source and does not have."""
-    if move.window is None and move.only is None:
-        there = _in_both(move.src, move.dst, shape, rank) if rank in move.src.mesh else 0
-        return _in_both(move.dst, move.dst, shape, rank) - there
-    wanted = move.wanted(shape, rank)
-    if move.window is not None:
-        wanted = _common(wanted, move.window.to_target(tuple(map(lay.everything, move.window.source_shape))))
-    held = move.held(shape, rank) if rank in move.src.mesh else tuple(() for _ in wanted)
-    return lacking_numel(move.window.to_target(held) if move.window else held, wanted)
+def arriving(step: Step, shape: tuple[int, ...], rank: int) -> int:
+    """Elements that reach the rank from others, of a step in pieces: what it wants of the source and does not have."""
+    if step.window is None and step.only is None:
+        there = _in_both(step.src, step.dst, shape, rank) if rank in step.src.mesh else 0
+        return _in_both(step.dst, step.dst, shape, rank) - there
+    wanted = step.wanted(shape, rank)
+    if step.window is not None:
+        wanted = _common(wanted, step.window.to_target(tuple(map(lay.everything, step.window.source_shape))))
+    held = step.held(shape, rank) if rank in step.src.mesh else tuple(() for _ in wanted)
+    return lacking_numel(step.window.to_target(held) if step.window else held, wanted)
 
 
 def _in_both(a: Sharding, b: Sharding, shape: tuple[int, ...], rank: int) -> int:
@@ -317,39 +317,39 @@ _Holder = tuple[tuple[lay.Runs, ...], list[int]]
 
 
 @functools.lru_cache(maxsize=4096)
-def pieces(move: Move, shape: tuple[int, ...], group: tuple[int, ...]) -> tuple[Piece, ...]:
-    """Every piece of a move within a group, so that each rank gets exactly its new shard, each element from one holder.
+def pieces(step: Step, shape: tuple[int, ...], group: tuple[int, ...]) -> tuple[Piece, ...]:
+    """Every piece of a step within a group, so that each rank gets exactly its new shard, each element from one holder.
 
     A rank keeps what it has. The rest comes from the replica nearest in mesh coordinates; equally near ones take turns.
     """
-    return tuple(_group_pieces(move, shape, group))
+    return tuple(_group_pieces(step, shape, group))
 
 
 @functools.lru_cache(maxsize=4096)
-def rank_pieces(move: Move, shape: tuple[int, ...], rank: int) -> tuple[Piece, ...]:
+def rank_pieces(step: Step, shape: tuple[int, ...], rank: int) -> tuple[Piece, ...]:
     """The pieces that this rank sends, receives or keeps."""
-    found = _group_pieces(move, shape, move.group(rank), rank)
+    found = _group_pieces(step, shape, step.group(rank), rank)
     return tuple(p for p in found if rank in (p.source, p.target))
 
 
 def _group_pieces(
-    move: Move, shape: tuple[int, ...], group: Sequence[int], about: int | None = None
+    step: Step, shape: tuple[int, ...], group: Sequence[int], about: int | None = None
 ) -> Iterator[Piece]:
     """All pieces of a group; with `about`, at least those that concern this rank."""
-    sources, targets = _ends(move, group)
+    sources, targets = _ends(step, group)
     holders: dict[tuple[lay.Runs, ...], list[int]] = {}
     for rank in sources:
-        held = move.held(shape, rank)
-        holders.setdefault(move.window.to_target(held) if move.window else held, []).append(rank)
+        held = step.held(shape, rank)
+        holders.setdefault(step.window.to_target(held) if step.window else held, []).append(rank)
     from_it = [(held, ranks) for held, ranks in holders.items() if about in ranks]
     sharing = _sharing(list(holders.items()))
     for place, target in enumerate(targets):
-        wanted = move.wanted(shape, target)
+        wanted = step.wanted(shape, target)
         for held, ranks in sharing(wanted) if about in (None, target) else from_it:
             box = _common(held, wanted)
             if all(box):
-                source = _nearest(move.src.mesh, ranks, target, place)
-                parts = move.window.in_order(box) if move.window else (box,)
+                source = _nearest(step.src.mesh, ranks, target, place)
+                parts = step.window.in_order(box) if step.window else (box,)
                 yield from (Piece(source, target, part) for part in parts)
 
 
@@ -372,9 +372,9 @@ def _sharing(holders: list[_Holder]) -> Callable[[tuple[lay.Runs, ...]], list[_H
     return sharing
 
 
-def _ends(move: Move, group: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+def _ends(step: Step, group: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
     """The ranks that send, and those that receive, each in the order of its mesh."""
-    return (move.src.mesh.ranks, move.dst.mesh.ranks) if move.kind is MoveKind.TRANSFER else (group, group)
+    return (step.src.mesh.ranks, step.dst.mesh.ranks) if step.kind is StepKind.TRANSFER else (group, group)
 
 
 def _nearest(mesh: DeviceMesh, ranks: Sequence[int], target: int, place: int) -> int:

@@ -1,4 +1,4 @@
-"""Slices and pads of sharded dims, and other orders of their blocks, as moves of exact pieces."""
+"""Slices and pads of sharded dims, and other orders of their blocks, as steps of exact pieces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..ops.opdef import BlockOrder, Call
 from ..ops.values import ScalarRef
 from ..sharding import layout as lay
 from ..sharding.value import Sharding, disjoint
-from .steps import Move, MoveKind, Reordering, Window, lacking_numel, restricted, sampled_ranks
+from .steps import Reordering, Step, StepKind, Window, lacking_numel, restricted, sampled_ranks
 
 
 def window_of(call: Call) -> Window | Reordering | None:
@@ -27,39 +27,39 @@ def window_of(call: Call) -> Window | Reordering | None:
     return Window(call.types[0].shape, call.results[0].shape, found[0], plain_text(found[1]))
 
 
-def window_move(src: Sharding, dst: Sharding, window: Window | Reordering) -> Move:
-    """The move from a tensor to its window, among ranks that differ along the axes of the dims that it changes."""
+def window_step(src: Sharding, dst: Sharding, window: Window | Reordering) -> Step:
+    """The step from a tensor to its window, among ranks that differ along the axes of the dims that it changes."""
     rows = enumerate(zip(src.dims, dst.dims, strict=True))
     changed = [split for d, (a, b) in rows if a != b or window.changes(d) for split in (*lay.axes(a), *lay.axes(b))]
-    return Move(MoveKind.WINDOW, disjoint(changed), src, dst, window)
+    return Step(StepKind.WINDOW, disjoint(changed), src, dst, window)
 
 
-def _indices(move: Move, rank: int) -> tuple[tuple[lay.Runs, ...], tuple[lay.Runs, ...]]:
+def _indices(step: Step, rank: int) -> tuple[tuple[lay.Runs, ...], tuple[lay.Runs, ...]]:
     """Of one dim, what a rank has and what it wants of what exists, both as indices of the target."""
-    assert move.window is not None
-    everywhere = move.window.to_target(tuple(((0, n),) for n in move.window.source_shape))
-    wanted = tuple(map(lay.intersect, move.wanted((), rank), everywhere))
-    return move.window.to_target(move.held((), rank)), wanted
+    assert step.window is not None
+    everywhere = step.window.to_target(tuple(((0, n),) for n in step.window.source_shape))
+    wanted = tuple(map(lay.intersect, step.wanted((), rank), everywhere))
+    return step.window.to_target(step.held((), rank)), wanted
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def window_peers(move: Move) -> int:
+def window_peers(step: Step) -> int:
     """From how many other ranks a rank gets something at most: one, if all is shifted by whole shards."""
     most = 0
-    for rank in sampled_ranks(move.src.mesh):
-        held, wanted = _indices(move, rank)
+    for rank in sampled_ranks(step.src.mesh):
+        held, wanted = _indices(step, rank)
         sides = enumerate(zip(held, wanted, strict=True))
-        holders = math.prod([_holders(move, dim, *side) for dim, side in sides])
+        holders = math.prod([_holders(step, dim, *side) for dim, side in sides])
         most = max(most, holders - all(map(lay.intersect, held, wanted)))
     return most
 
 
-def _holders(move: Move, dim: int, held: lay.Runs, wanted: lay.Runs) -> int:
+def _holders(step: Step, dim: int, held: lay.Runs, wanted: lay.Runs) -> int:
     """How many of the parts of a dim, among the rank's group, have something that it wants."""
-    assert move.window is not None
-    if move.src.dims[dim] == move.dst.dims[dim] and not move.window.changes(dim):
-        return bool(lay.intersect(held, wanted))  # its axes are not the move's: all of the group have the same
-    return len(_parts(move.src.dims[dim], move.window, dim, move.only).sharing(wanted))
+    assert step.window is not None
+    if step.src.dims[dim] == step.dst.dims[dim] and not step.window.changes(dim):
+        return bool(lay.intersect(held, wanted))  # its axes are not the step's: all of the group have the same
+    return len(_parts(step.src.dims[dim], step.window, dim, step.only).sharing(wanted))
 
 
 @functools.lru_cache(maxsize=1 << 8)
@@ -72,7 +72,7 @@ def _parts(layout: lay.Layout, window: Window | Reordering, dim: int, only: tupl
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def window_wire(move: Move) -> float:
+def window_wire(step: Step) -> float:
     """Elements that a rank gets from others: the mean over sampled ranks."""
-    ranks = sampled_ranks(move.src.mesh)
-    return sum(lacking_numel(*_indices(move, rank)) for rank in ranks) / len(ranks)
+    ranks = sampled_ranks(step.src.mesh)
+    return sum(lacking_numel(*_indices(step, rank)) for rank in ranks) / len(ranks)

@@ -56,19 +56,19 @@ class Distributed:
         return _FormWriter(graph, forms).run(forms).noting(self)
 
 
-def apply_distributed_forms(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
+def apply_distributed_forms(graph: Graph, default_mesh: DeviceMesh) -> ShardedDefinition:
     """A plan of the graph, with ops in their distributed forms where that is cheaper.
 
     To see which dims would be sharded if nothing had to be whole, the graph is first propagated as if that were so.
     Else a plan may gather a dim long before the op that, in its distributed form, would not need it whole.
     """
     if not any(node.call.has_form for node in graph.nodes):
-        return propagate(graph, world)
-    probe = propagate(_optimistic(graph), world, twice=False)
-    groups = _Chooser(graph, probe, world).groups()
+        return propagate(graph, default_mesh)
+    probe = propagate(_optimistic(graph), default_mesh, twice=False)
+    groups = _Chooser(graph, probe, default_mesh).groups()
     if not groups and len(graph.nodes) > SMALL and _holds(graph, probe):
         return dataclasses.replace(probe, graph=graph)
-    return _settled(graph, groups, world)
+    return _settled(graph, groups, default_mesh)
 
 
 def _holds(graph: Graph, probe: ShardedDefinition) -> bool:
@@ -82,12 +82,12 @@ def _holds(graph: Graph, probe: ShardedDefinition) -> bool:
     )
 
 
-def _settled(graph: Graph, groups: list[Forms], world: DeviceMesh) -> ShardedDefinition:
+def _settled(graph: Graph, groups: list[Forms], default_mesh: DeviceMesh) -> ShardedDefinition:
     """The best plan over these groups of forms: a group is dropped if the whole is no dearer without it."""
-    best = propagate(_written(graph, groups), world)
+    best = propagate(_written(graph, groups), default_mesh)
     for group in list(groups):
         without = [other for other in groups if other is not group]
-        found = propagate(_written(graph, without), world)
+        found = propagate(_written(graph, without), default_mesh)
         if total_seconds(found) <= total_seconds(best) + EPSILON:
             groups, best = without, found
     return best
@@ -103,8 +103,8 @@ def with_forms(graph: Graph, forms: Forms) -> Graph:
     return Distributed(tuple(forms.items()))(graph)
 
 
-def _seconds(graph: Graph, world: DeviceMesh) -> float:
-    return total_seconds(propagate(graph, world))
+def _seconds(graph: Graph, default_mesh: DeviceMesh) -> float:
+    return total_seconds(propagate(graph, default_mesh))
 
 
 def _optimistic(graph: Graph) -> Graph:
@@ -143,8 +143,8 @@ def _is_put_together(rule: Rule, dim: int) -> bool:
 class _Chooser:
     """Compares an op's distributed forms with the plain op, by itself, from the shardings that its operands have."""
 
-    def __init__(self, graph: Graph, probe: ShardedDefinition, world: DeviceMesh):
-        self.graph, self.homes, self.world = graph, probe.homes, world
+    def __init__(self, graph: Graph, probe: ShardedDefinition, default_mesh: DeviceMesh):
+        self.graph, self.shardings, self.default_mesh = graph, probe.shardings, default_mesh
         self.read = {i for node in graph.nodes for i in node.inputs} | set(graph.outputs)
 
     def groups(self) -> list[Forms]:
@@ -160,27 +160,27 @@ class _Chooser:
         """Equal for ops that have the same choice to make."""
         places = tuple(node.inputs.index(i) for i in node.inputs)
         asked = tuple(self.graph.annotations.get(i, i in self.read) for i in node.outputs)
-        return (node.call, places, tuple(self.homes[i] for i in node.inputs), asked)
+        return (node.call, places, tuple(self.shardings[i] for i in node.inputs), asked)
 
     def _cheapest(self, node: Node) -> Blocked | None:
         """The dim whose distributed form is the cheapest; None where the plain op is as cheap."""
-        found = list(_blocked(node, [self.homes[i] for i in node.inputs]))
+        found = list(_blocked(node, [self.shardings[i] for i in node.inputs]))
         if not found:
             return None
         alone = self._alone(node)
         forms = [(form, with_forms(alone, {0: form})) for form in found]
         written = [(form, graph) for form, graph in forms if graph.nodes != alone.nodes]
-        costs = [(_seconds(graph, self.world), form) for form, graph in written]
+        costs = [(_seconds(graph, self.default_mesh), form) for form, graph in written]
         best = min(costs, key=lambda entry: entry[0], default=None)
         # The form leaves the result where readers have it; what does not pay in the whole is dropped by `_settled`.
-        plain = _seconds(self._alone(node, back=True), self.world)
+        plain = _seconds(self._alone(node, back=True), self.default_mesh)
         return best[1] if best is not None and best[0] < plain - EPSILON else None
 
     def _alone(self, node: Node, back: bool = False) -> Graph:
         """A graph of this op alone, its operands annotated where they are; with `back` its results as well."""
         inputs = tuple(dict.fromkeys(node.inputs))
-        known = {i: self.homes[i].reduced() for i in inputs}
-        known |= {i: self.homes[i].reduced() for i in node.outputs if back and i in self.read}
+        known = {i: self.shardings[i].reduced() for i in inputs}
+        known |= {i: self.shardings[i].reduced() for i in node.outputs if back and i in self.read}
         known |= {i: self.graph.annotations[i] for i in node.outputs if i in self.graph.annotations}
         return dataclasses.replace(
             self.graph,
@@ -193,14 +193,14 @@ class _Chooser:
         )
 
 
-def _blocked(node: Node, homes: Sequence[Sharding]) -> Iterator[Blocked]:
+def _blocked(node: Node, shardings: Sequence[Sharding]) -> Iterator[Blocked]:
     """The sharded dims of operands that the op needs whole; if it needs none whole, those that it sums over."""
     kinds = [factor.kind for factor in node.rule.factors]
     asked = FactorKind.BLOCK if FactorKind.BLOCK in kinds else FactorKind.REDUCE
-    for operand, (home, dims) in enumerate(zip(homes, node.rule.operands, strict=True)):
+    for operand, (sharding, dims) in enumerate(zip(shardings, node.rule.operands, strict=True)):
         for dim, factors in enumerate(dims):
-            if axes(home.dims[dim]) and any(kinds[f] is asked for f in factors):
-                yield blocked(operand, dim, home.dims[dim])
+            if axes(sharding.dims[dim]) and any(kinds[f] is asked for f in factors):
+                yield blocked(operand, dim, sharding.dims[dim])
 
 
 def blocked(operand: int, dim: int, layout: Layout) -> Blocked:

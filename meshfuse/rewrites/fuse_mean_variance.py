@@ -57,19 +57,19 @@ class Merged:
         return _rewritten(graph, self.moments).noting(self)
 
 
-def fuse_mean_variance(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
+def fuse_mean_variance(sharded: ShardedDefinition, default_mesh: DeviceMesh) -> ShardedDefinition:
     """The plan with moments over sharded dims merged, if that takes less time; else the plan itself."""
     found = tuple(_MomentsFinder(sharded).run())
     if not found:
         return sharded
-    other = propagate(Merged(found)(sharded.graph), world)
+    other = propagate(Merged(found)(sharded.graph), default_mesh)
     return other if _by_gathers(other) and total_seconds(other) < total_seconds(sharded) else sharded
 
 
 def _by_gathers(sharded: ShardedDefinition) -> bool:
     """Whether all moments are merged after a gather; an all-to-all would need more calls after it."""
     merges = [(n, c) for n, c in zip(sharded.graph.nodes, sharded.choices, strict=True) if n.name == "block_merge"]
-    return all(c.placement.operands[0].dims[2:] == sharded.homes[n.inputs[0]].dims[2:] for n, c in merges)
+    return all(c.placement.operands[0].dims[2:] == sharded.shardings[n.inputs[0]].dims[2:] for n, c in merges)
 
 
 class _MomentsFinder:
@@ -120,9 +120,11 @@ class _MomentsFinder:
 
 def _place(total: Node, operand: Sharding) -> tuple[int, int] | None:
     """(dim, blocks) of the one reduced dim that lies in blocks over ranks; None where a sum is not of that kind."""
-    kind, dims = total.call.types[0], reduced_dims(total.call)
+    ttype, dims = total.call.types[0], reduced_dims(total.call)
     cut = [d for d in dims if axes(operand.dims[d])]
-    fits = total.call["keepdim"] and kind.dtype is total.call.results[0].dtype and kind.dtype.category is Category.FLOAT
+    fits = (
+        total.call["keepdim"] and ttype.dtype is total.call.results[0].dtype and ttype.dtype.category is Category.FLOAT
+    )
     if not fits or len(cut) != 1 or operand.partial or not all(split.bound for split in operand.dims[cut[0]]):
         return None
     return cut[0], extent(operand.dims[cut[0]])
@@ -153,19 +155,19 @@ def _rewritten(graph: Graph, moments: Sequence[Moments]) -> Graph:
 def _merging(graph: Graph, m: Moments, start: int, tensors: list[Tensor], kinds: CallTable) -> list[Node]:
     """The ops that make the mean and the sum of squares, by way of a new tensor with each block's moments."""
     total = graph.nodes[m.total]
-    kind, dims = total.call.types[0], reduced_dims(total.call)
-    others = math.prod(kind.shape[d] for d in dims if d != m.dim)
-    counts = tuple(block_counts(kind.shape[m.dim], m.blocks, others))
-    made = Tensor(len(tensors), kind, dataclasses.replace(total.line, given=""))
-    first = _node(kinds, "block_moments", (dims, m.dim, m.blocks), total, start, made.id, kind)
+    ttype, dims = total.call.types[0], reduced_dims(total.call)
+    others = math.prod(ttype.shape[d] for d in dims if d != m.dim)
+    counts = tuple(block_counts(ttype.shape[m.dim], m.blocks, others))
+    made = Tensor(len(tensors), ttype, dataclasses.replace(total.line, given=""))
+    first = _node(kinds, "block_moments", (dims, m.dim, m.blocks), total, start, made.id, ttype)
     tensors.append(dataclasses.replace(made, type=first.call.results[0]))
     second = _node(kinds, "block_merge", (counts,), total, start + 1, made.id, first.call.results[0])
     outputs = (*graph.nodes[m.mean].outputs, *graph.nodes[m.squares].outputs)
     return [first, dataclasses.replace(second, inputs=(made.id,), outputs=outputs)]
 
 
-def _node(kinds: CallTable, name: str, more: tuple[Any, ...], total: Node, number: int, made: int, kind: Any) -> Node:
+def _node(kinds: CallTable, name: str, more: tuple[Any, ...], total: Node, number: int, made: int, ttype: Any) -> Node:
     """An op on x with these arguments that makes the tensor `made`."""
     (x,) = total.inputs
-    call, rule = kinds.get(OPS[name], (TensorRef(x), *more), (kind,))
+    call, rule = kinds.get(OPS[name], (TensorRef(x), *more), (ttype,))
     return Node(number, call, rule, (x,), (made,), total.line, total.origin, total.salt)

@@ -18,7 +18,7 @@ from ..ops.values import ParamKind, TensorRef, TensorType
 class GraphWriter:
     """Writes ops of a graph in other ops. A subclass says in which, by `form`.
 
-    It implements `ops.base.Writing`, in which ops' own forms are written: `call` appends an op, `type` tells what a
+    It implements `ops.opdef.Writing`, in which ops' own forms are written: `call` appends an op, `type` tells what a
     tensor is, `operand` is the place of the operand that a distributed form is for, and `pieces` in how many
     that operand's dim is cut.
     """
@@ -58,10 +58,10 @@ class GraphWriter:
                 for param, arg in zip(node.call.op.params, node.call.args, strict=True)]  # fmt: skip
         return self.call(node.call.op, *args)
 
-    def _new(self, kind: TensorType) -> TensorRef:
+    def _new(self, ttype: TensorType) -> TensorRef:
         """A new tensor. It does not have the name of the variable that the user's line assigns."""
         assert self._origin is not None
-        tensor = Tensor(len(self.tensors), kind, dataclasses.replace(self._origin.line, given=""))
+        tensor = Tensor(len(self.tensors), ttype, dataclasses.replace(self._origin.line, given=""))
         self.tensors.append(tensor)
         return TensorRef(tensor.id)
 

@@ -149,11 +149,11 @@ class _PickedWriter(GraphWriter):
         return self._by_index(node, dim)
 
     def _by_index(self, node: Node, dim: int) -> tuple[_Place, _Rows] | None:
-        (tensor, index), (kind, shape) = node.inputs, (node.call.types[0].shape, node.call.types[1].shape)
+        (tensor, index), (source, shape) = node.inputs, (node.call.types[0].shape, node.call.types[1].shape)
         places: list[int | None] = [dim] * len(shape) if node.name == "index_select" else [*range(len(shape))]
         known = [d for d, n in zip(places, shape, strict=True) if d != dim and n != 1]
-        if len(shape) not in (len(kind), int(node.name == "index_select")) or any(
-            d is None or shape[d] != kind[d] for d in known
+        if len(shape) not in (len(source), int(node.name == "index_select")) or any(
+            d is None or shape[d] != source[d] for d in known
         ):
             return None
         index, places = self._unspread(index, [d if n != 1 else None for d, n in zip(places, shape, strict=True)])
@@ -216,7 +216,7 @@ def _rising(graph: Graph) -> Iterator[int]:
     readers, kept, found = users(graph.nodes), {*graph.annotations, *graph.streams, *graph.outputs}, set[int]()
     for node in reversed(graph.nodes):
         made, *more = node.outputs
-        if more or made in kept or not node.call.op.pieced or node.id in graph.reductions:
+        if more or made in kept or not node.call.op.concat_distributive or node.id in graph.reductions:
             continue
         read = [graph.nodes[i] for i in readers.get(made, ())]
         if all(_picks(reader, made) or found.issuperset(reader.outputs) for reader in read):

@@ -41,7 +41,9 @@ class Joined:
         return written.noting(self)
 
 
-def merge_windows(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
+def merge_windows(
+    sharded: ShardedDefinition, default_mesh: DeviceMesh, effort: Effort = Effort.AUTO
+) -> ShardedDefinition:
     """The plan; if that is better, one with windows of sharded dims joined and chained.
 
     Windows one by one may cost so much that the plan avoids them, by having no windows of sharded dims. So windows are
@@ -50,10 +52,10 @@ def merge_windows(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort 
     graph = sharded.graph
     if not any(node.call.op.window is not None for node in graph.nodes):
         return sharded
-    cuts = {i: cut_dims(home) for i, home in sharded.homes.items()}, _followed(sharded)
+    cuts = {i: cut_dims(sharding) for i, sharding in sharded.shardings.items()}, _followed(sharded)
     best, windows = sharded, WindowFinder(graph).run()
     for rewriting in dict.fromkeys(filter(None, [_joined(graph, cut, windows) for cut in cuts])):
-        best = better(best, searched(propagate(rewriting(graph), world), world, effort))
+        best = better(best, searched(propagate(rewriting(graph), default_mesh), default_mesh, effort))
     return best
 
 

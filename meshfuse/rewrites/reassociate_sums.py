@@ -57,7 +57,9 @@ class _SumWriter(GraphWriter):
         return [first]
 
 
-def reassociate_sums(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
+def reassociate_sums(
+    sharded: ShardedDefinition, default_mesh: DeviceMesh, effort: Effort = Effort.AUTO
+) -> ShardedDefinition:
     """The plan; if that is better, one in which terms that may be sums over ranks are added before others."""
     graph = sharded.graph
     if not graph.annotations or not effort.rewrites:
@@ -65,7 +67,7 @@ def reassociate_sums(sharded: ShardedDefinition, world: DeviceMesh, effort: Effo
     found = tuple(_SumFinder(sharded).run())
     if not found:
         return sharded
-    return better(sharded, searched(propagate(Regrouped(found)(graph), world), world, effort))
+    return better(sharded, searched(propagate(Regrouped(found)(graph), default_mesh), default_mesh, effort))
 
 
 class _SumFinder:

@@ -24,12 +24,13 @@ from .. import kernels
 from ..dtypes import is_negative_zero
 from ..graph import CallTable, Graph, Node, users
 from ..mesh import DeviceMesh
+from ..ops.joins import pad_widths
 from ..ops.local import LocalCall
 from ..ops.opdef import Call, Partial
 from ..ops.rules import FactorKind
 from ..ops.shape_arithmetic import one_dim_widths
 from ..ops.values import ParamKind, ScalarRef, TensorRef
-from ..ops.windows import pad_widths, slice_bounds
+from ..ops.windows import slice_bounds
 from ..sharding.value import Sharding
 from ..traversal import inner_first
 from .graph_writer import GraphWriter, without_unread
@@ -115,7 +116,7 @@ class _SurroundsWriter(GraphWriter):
             return None
         inner = [TensorRef(i) for i in node.inputs[first:last]]
         ref = inner[0] if len(inner) == 1 else self.call("cat", tuple(inner), dim)
-        sizes = [kind.shape[dim] for kind in node.call.types]
+        sizes = [ttype.shape[dim] for ttype in node.call.types]
         widths = one_dim_widths(node.call.results[0].ndim, dim, sum(sizes[:first]), sum(sizes[last:]))
         return Padded(ref, tuple(widths), outside.pop() or 0)
 
@@ -254,7 +255,7 @@ def _seen_of(node: Node, operand: int, seen: Bounds) -> Bounds:
 
 def _pad_of(node: Node) -> Padded | None:
     """The pad that a node is, if it cuts nothing off."""
-    window = own_window(node) if node.name == "pad" else None
+    window = own_window(node) if not node.call.op.is_view else None
     if window is None or window[1] is None or min(map(min, pad_widths(node.call).values())) < 0:
         return None
     return Padded(TensorRef(node.inputs[0]), tuple(node.call["pad_widths"]), window[1])
@@ -270,9 +271,10 @@ def _is_elementwise(node: Node) -> bool:
     (made, *more), rule = node.rule.results, node.rule
     read = {dim for dims in rule.operands for dim in dims}
     placed = all(len(dim) == 1 for dim in made) and read <= {*made, ()}
-    kinds = {param.kind for param in node.call.op.params}
     passes = all(factor.kind is FactorKind.PASS for factor in rule.factors)
-    return bool(node.inputs) and not more and placed and passes and node.call.op.pieced and kinds <= {*_NUMBERS}
+    if not node.inputs or more or not placed or not passes:
+        return False
+    return node.call.op.concat_distributive and {param.kind for param in node.call.op.params} <= {*_NUMBERS}
 
 
 def _is_linear(node: Node) -> bool:
@@ -293,14 +295,14 @@ def _value(call: Call, fills: Sequence[Number]) -> Number | None:
     """The result of a pointwise op on numbers; None where it is no number that a pad takes."""
     if any(isinstance(arg, ScalarRef) for arg in call.args):
         return None
-    small = CallTable().get(call.op, call.args, tuple(kind._replace(shape=(1,)) for kind in call.types))[0]
+    small = CallTable().get(call.op, call.args, tuple(ttype._replace(shape=(1,)) for ttype in call.types))[0]
     one = Sharding.replicated(DeviceMesh((1,), ("x",)), 1)
     names = [f"a{i}" for i in range(len(fills))]
     local = LocalCall(small, names, [one] * len(fills), [one], 0)
     scope: dict[str, Any] = {"torch": torch, "F": F, "K": kernels}
     scope["OP"] = SimpleNamespace(**{call.op.name: call.op.compute})
-    for name, fill, kind in zip(names, fills, call.types, strict=True):
-        scope[name] = torch.full((1,), fill, dtype=getattr(torch, kind.dtype.value), device="cpu")
+    for name, fill, ttype in zip(names, fills, call.types, strict=True):
+        scope[name] = torch.full((1,), fill, dtype=getattr(torch, ttype.dtype.value), device="cpu")
     exec("\n".join(local.statements(["out"])), scope)
     value = scope["out"].item()
     return value if _is_plain(value) else None

@@ -22,7 +22,7 @@ from ..ops.values import TensorRef
 from ..planner.effort import Effort
 from ..planner.plan_cost import better
 from ..propagation import ShardedDefinition
-from ..reshard.steps import Move
+from ..reshard.steps import Step
 from ..resharding import insert_resharding
 from ..sharding.layout import axes
 from ..traversal import inner_first
@@ -72,7 +72,7 @@ def split_concats(graph: Graph, plan: Planner, effort: Effort = Effort.AUTO) -> 
     cats = list(_over_ranks(found, graph))
     rewriting = Parted(tuple([node.id for node in cats]))
     dims = {node.origin: joined_dim(node) for node in cats}
-    if not cats or not moves_along(found, dims) or not _PartsWriter(graph, rewriting.cats).pays():
+    if not cats or not reshards_along(found, dims) or not _PartsWriter(graph, rewriting.cats).pays():
         return found
     return better(found, plan(rewriting(graph)))
 
@@ -87,13 +87,13 @@ def _over_ranks(plan: ShardedDefinition, graph: Graph) -> Iterator[Node]:
     for node in graph.nodes:
         if node.name == "cat" and (node.outputs[0] not in graph.annotations or node.outputs[0] in graph.outputs):
             dim = joined_dim(node)
-            split = any(axes(plan.homes[i].dims[dim]) for i in (*node.inputs, *node.outputs))
+            split = any(axes(plan.shardings[i].dims[dim]) for i in (*node.inputs, *node.outputs))
             if split or reached.intersection(node.inputs):
                 reached.update(node.outputs)
                 yield node
 
 
-def moves_along(plan: ShardedDefinition, dims: Mapping[int, int]) -> bool:
+def reshards_along(plan: ShardedDefinition, dims: Mapping[int, int]) -> bool:
     """Whether moves along these dims, of what these ops read or make, take a notable part of all moves' time.
 
     `dims` is by the number that the op has in the definition (`Node.origin`).
@@ -101,10 +101,10 @@ def moves_along(plan: ShardedDefinition, dims: Mapping[int, int]) -> bool:
     resharded, total, along = insert_resharding(plan), 0.0, 0.0
     written = [node for node in plan.graph.nodes if node.origin in dims]
     touched = {i: dims[node.origin] for node in written for i in (*node.inputs, *node.outputs)}
-    for step in resharded.moves:
-        seconds, tensor = resharded.seconds(step), resharded.values[step.source].tensor
+    for reshard in resharded.reshards:
+        seconds, tensor = resharded.seconds(reshard), resharded.values[reshard.source].tensor
         total += seconds
-        along += seconds if tensor in touched and _changes(step.move, touched[tensor]) else 0.0
+        along += seconds if tensor in touched and _changes(reshard.step, touched[tensor]) else 0.0
     return along > _NOTABLE * total
 
 
@@ -113,9 +113,9 @@ def joined_dim(cat: Node) -> int:
     return cat.call["dim"] % cat.call.results[0].ndim
 
 
-def _changes(move: Move, dim: int) -> bool:
-    src, dst = move.src.dims, move.dst.dims
-    return dim < len(src) and (src[dim] != dst[dim] or move.window is not None)
+def _changes(step: Step, dim: int) -> bool:
+    src, dst = step.src.dims, step.dst.dims
+    return dim < len(src) and (src[dim] != dst[dim] or step.window is not None)
 
 
 # A tensor, and one of its dims.
@@ -188,7 +188,7 @@ class _PartsWriter(GraphWriter):
 
     def _cut(self, node: Node) -> _FactorParts | None:
         """The factor that an operand has in parts; None where the op cannot be computed part by part."""
-        if not node.call.op.pieced or len(node.outputs) > 1 or node.id in self.graph.reductions:
+        if not node.call.op.concat_distributive or len(node.outputs) > 1 or node.id in self.graph.reductions:
             return None
         rows = zip(node.inputs, node.rule.operands, strict=True)
         parted = [(parts, dims[parts.dim]) for i, dims in rows if (parts := self.parts.get(i)) is not None]
@@ -246,7 +246,7 @@ class _PartsWriter(GraphWriter):
     def _read_along(self, tensor: int, dim: int) -> list[_Place] | None:
         """The operands that an op passes on along this dim, and the dim of each; None if it does anything else."""
         node = self._makers.get(tensor)
-        if node is None or not node.call.op.pieced or len(node.outputs) > 1 or tensor in self.noted:
+        if node is None or not node.call.op.concat_distributive or len(node.outputs) > 1 or tensor in self.noted:
             return None
         factors = node.rule.results[0][dim]
         if len(factors) != 1 or node.rule.factors[factors[0]].kind is not FactorKind.PASS:

@@ -22,7 +22,7 @@ from ..planner.plan_cost import better
 from ..propagation import ShardedDefinition
 from ..sharding.layout import axes
 from .graph_writer import GraphWriter, without_unread
-from .split_concats import Planner, joined_dim, moves_along
+from .split_concats import Planner, joined_dim, reshards_along
 from .window_views import Number, dims_after, own_window, placed_dims
 
 # The ops that may put a slice back.
@@ -81,7 +81,7 @@ def update_in_place(graph: Graph, plan: Planner, effort: Effort = Effort.AUTO) -
         return plain
     finder = _PlacesFinder(graph, plain)
     put = tuple(finder.run())
-    if not put or not moves_along(plain, finder.dims):
+    if not put or not reshards_along(plain, finder.dims):
         return plain
     return better(plain, plan(Placed(put)(graph)))
 
@@ -93,7 +93,7 @@ class _PlacesFinder:
     """
 
     def __init__(self, graph: Graph, plan: ShardedDefinition):
-        self.graph, self.homes = graph, plan.homes
+        self.graph, self.shardings = graph, plan.shardings
         self.makers = {i: node for node in graph.nodes for i in node.outputs}
         self.noted = {*graph.annotations, *graph.streams}
         # A plan may go out of the way of what moves so much: the dims that would lie over ranks if it did not.
@@ -129,15 +129,15 @@ class _PlacesFinder:
         """The span as one of the tensor that it is a slice of, if that stays in its place or is shifted."""
         if not span.is_tensor:
             return span
-        root, home = self._root(node, dim, span), self.homes.get(int(span.value))
+        root, sharding = self._root(node, dim, span), self.shardings.get(int(span.value))
         if root is not None:
             return root
-        return span._replace(split=home is not None and bool(axes(home.dims[dim])))
+        return span._replace(split=sharding is not None and bool(axes(sharding.dims[dim])))
 
     def _root(self, node: Node, dim: int, span: DimSpan) -> DimSpan | None:
         """The tensor of the result's size that the span is a slice of. (A shifting pad is one window: see `shifts`.)"""
         maker, shape = self.makers.get(int(span.value)), node.call.results[0].shape
-        window = own_window(maker) if maker is not None and maker.name == "slice" else None
+        window = own_window(maker) if maker is not None and maker.call.op.is_view else None
         if maker is None or window is None or maker.outputs[0] in self.noted:
             return None
         (root,), shift = maker.inputs, span.start - window[0][dim]
@@ -148,10 +148,10 @@ class _PlacesFinder:
 def _cat_spans(node: Node) -> DimSpans | None:
     """The operands of a cat along its dim, without empty ones."""
     dim, start, spans = joined_dim(node), 0, list[DimSpan]()
-    for i, kind in zip(node.inputs, node.call.types, strict=True):
-        if kind.shape[dim]:
+    for i, ttype in zip(node.inputs, node.call.types, strict=True):
+        if ttype.shape[dim]:
             spans.append(DimSpan(i, start))
-        start += kind.shape[dim]
+        start += ttype.shape[dim]
     return DimSpans(dim, tuple(spans)) if len(spans) > 1 else None
 
 

@@ -33,11 +33,11 @@ def _pairs(sharded: ShardedDefinition) -> Iterator[tuple[Node, Choice]]:
 
 def _is_narrow(node: Node, placement: Placement) -> bool:
     """Whether the op reads or makes terms of a sum in a type in which one may overflow."""
-    if placement.move is not None:
+    if placement.step is not None:
         return False
     sides = zip((*placement.operands, *placement.results), (*node.call.types, *node.call.results), strict=True)
-    return any(sharding.partial and sharding.reduce == "sum" and kind.dtype.term_type is not kind.dtype
-               for sharding, kind in sides)  # fmt: skip
+    return any(sharding.partial and sharding.reduce == "sum" and ttype.dtype.term_type is not ttype.dtype
+               for sharding, ttype in sides)  # fmt: skip
 
 
 class _Widener(GraphWriter):
@@ -58,7 +58,7 @@ class _Widener(GraphWriter):
         choices = {node.outputs: kept.get(node.outputs) or next(made) for node in graph.nodes}
         graph = without_unread(self._streamed(graph))  # Casts of sums that are read unreduced only go.
         ordered = tuple([choices[node.outputs] for node in graph.nodes])
-        done = ShardedDefinition(graph, ordered, self._homes(graph, ordered))
+        done = ShardedDefinition(graph, ordered, self._shardings(graph, ordered))
         done.verify()
         return done
 
@@ -67,9 +67,9 @@ class _Widener(GraphWriter):
         terms = {i: node.inputs[0] for node in graph.nodes for i in node.outputs if i in self.wide}
         return dataclasses.replace(graph, streams={terms.get(i, i): stream for i, stream in graph.streams.items()})
 
-    def _homes(self, graph: Graph, choices: Sequence[Choice]) -> dict[int, Sharding]:
+    def _shardings(self, graph: Graph, choices: Sequence[Choice]) -> dict[int, Sharding]:
         """Where each tensor is after its op: its annotation, if it has one."""
-        known = {i: self.sharded.homes[i] for i in graph.input_tensors}
+        known = {i: self.sharded.shardings[i] for i in graph.input_tensors}
         for node, choice in zip(graph.nodes, choices, strict=True):
             known.update(zip(node.outputs, choice.placement.results, strict=True))
         return {i: graph.annotations.get(i, place) for i, place in known.items()}

@@ -105,12 +105,12 @@ def own_window(node: Node) -> tuple[Offsets, Number | None] | None:
 
 def placed_dims(sharded: ShardedDefinition) -> dict[int, Mapping[int, int]]:
     """By input and annotated tensor, the dims that lie over ranks."""
-    return {i: cut_dims(sharded.homes[i]) for i in (*sharded.graph.input_tensors, *sharded.graph.annotations)}
+    return {i: cut_dims(sharded.shardings[i]) for i in (*sharded.graph.input_tensors, *sharded.graph.annotations)}
 
 
-def cut_dims(home: Sharding) -> Mapping[int, int]:
+def cut_dims(sharding: Sharding) -> Mapping[int, int]:
     """By dim that lies over ranks, in how many blocks; 0 where it does not lie in blocks."""
-    there = {d: layout for d, layout in enumerate(home.dims) if axes(layout)}
+    there = {d: layout for d, layout in enumerate(sharding.dims) if axes(layout)}
     return {d: extent(layout) if all(split.bound for split in layout) else 0 for d, layout in there.items()}
 
 

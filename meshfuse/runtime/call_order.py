@@ -82,7 +82,7 @@ class Calls:
             together.histories = [history for peers, history in split if peers <= frozenset(members)]
         return self._together[ranks]
 
-    def told(self, ranks: Sequence[int]) -> str:
+    def summary(self, ranks: Sequence[int]) -> str:
         """What these ranks compare: with whom of them this one has which calls in common."""
         rows = [(sorted((peers & {*ranks}) | {self.rank}), history.digest) for peers, history in self._common]
         return json.dumps(sorted(row for row in rows if len(row[0]) > 1))
@@ -92,16 +92,16 @@ class Calls:
         return next((history.text() for peers, history in self._common if peer in peers), "")
 
 
-def first_difference(ranks: Sequence[int], told: Sequence[str]) -> tuple[int, ...]:
+def first_difference(ranks: Sequence[int], summaries: Sequence[str]) -> tuple[int, ...]:
     """The ranks of which the first remembers other calls in common with another of them than that one; none: ().
 
     The first of them takes all of its calls with each of the others to be common to all of them.
     """
-    if len(set(told)) == 1:
+    if len(set(summaries)) == 1:
         return ()
     common = {
         rank: {peer: (members, digest) for members, digest in json.loads(text) for peer in members}
-        for rank, text in zip(ranks, told, strict=True)
+        for rank, text in zip(ranks, summaries, strict=True)
     }
     for rank in ranks:
         for peer, (members, digest) in common[rank].items():

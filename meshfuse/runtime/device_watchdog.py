@@ -53,7 +53,7 @@ def is_watched() -> bool:
     return not _capturing.is_set()
 
 
-class Watch:
+class DeviceWatchdog:
     """Watches the last of what a device was given: a host that waits for the device gives it no more.
 
     judge: raises the RankError of a collective for which it is in vain to wait. end: ends the process by it.
@@ -66,10 +66,10 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def put(self, pending: Pending) -> None:
-        """Watch this from now on, in the place of what was given before."""
+        """DeviceWatchdog this from now on, in the place of what was given before."""
         self._last = pending
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="meshfuse-watch", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="meshfuse-watchdog", daemon=True)
             self._thread.start()
 
     def stop(self, seconds: float) -> None:

@@ -20,7 +20,7 @@ from .roll_call import Failure, goodbye, look_for_failure, published, roll_call
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class FailureContext:
     """What this rank knows when something fails.
 
     rank: this rank.
@@ -37,10 +37,10 @@ class Scene:
     all_ranks: tuple[int, ...]
 
 
-def peer_failed(scene: Scene, what: str, failure: Failure) -> RankError:
+def peer_failed(context: FailureContext, what: str, failure: Failure) -> RankError:
     """The error of this rank, whose peer published a failure; `what` is what cannot finish."""
     error = RankError(
-        f"{what} cannot finish on rank {scene.rank}: found rank {failure.rank} failed, needed all ranks "
+        f"{what} cannot finish on rank {context.rank}: found rank {failure.rank} failed, needed all ranks "
         f"running. Rank {failure.rank} says:\n{textwrap.indent(failure.text, '    ')}"
     )
     error.peer, error.ended = failure.rank, what
@@ -55,64 +55,66 @@ def two_processes(rank: int, other: str) -> MeshfuseError:
     )  # fmt: skip
 
 
-def connection_lost(scene: Scene, what: str, peers: Iterable[int], cause: str, after: float) -> RankError:
+def connection_lost(context: FailureContext, what: str, peers: Iterable[int], cause: str, after: float) -> RankError:
     """The error of a collective whose connection broke after so many seconds.
 
     It has the failed peer's traceback if that left one.
     """
-    failure = look_for_failure(scene.store, lambda: bool(lost(scene)))
-    if failure is not None and failure.rank != scene.rank and (failure.primary or not lost(scene)):
-        return peer_failed(scene, what, failure)
-    silent, report = _report(scene, peers)
+    failure = look_for_failure(context.store, lambda: bool(lost(context)))
+    if failure is not None and failure.rank != context.rank and (failure.primary or not lost(context)):
+        return peer_failed(context, what, failure)
+    silent, report = _report(context, peers)
     error = RankError(
-        f"{what} failed on rank {scene.rank} after {after:.1f} s: found a lost connection ({_brief(cause)}), "
+        f"{what} failed on rank {context.rank} after {after:.1f} s: found a lost connection ({_brief(cause)}), "
         f"needed all ranks of the group running. See why the silent ranks ended.\n{report}"
     )
     error.silent = silent
     return error
 
 
-def failed(scene: Scene, what: str, peers: Iterable[int], error: BaseException, start: float) -> RankError:
+def failed(context: FailureContext, what: str, peers: Iterable[int], error: BaseException, start: float) -> RankError:
     """The error to raise for a backend's `error` in `what`, which began at `start` (a `time.monotonic()`).
 
     It says who failed or did not arrive, as far as that can be found out.
     """
     after = seconds_since(start)
     if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-        return timed_out(scene, what, peers, after)
-    return connection_lost(scene, what, peers, str(error), after)
+        return timed_out(context, what, peers, after)
+    return connection_lost(context, what, peers, str(error), after)
 
 
-def lost(scene: Scene) -> list[int]:
+def lost(context: FailureContext) -> list[int]:
     """Ranks whose processes ended without a good-bye."""
-    gone = [rank for rank in scene.peers.gone(scene.all_ranks) if rank != scene.rank]
-    return [rank for rank in gone if _goodbye(scene, rank) is None]
+    gone = [rank for rank in context.peers.gone(context.all_ranks) if rank != context.rank]
+    return [rank for rank in gone if _goodbye(context, rank) is None]
 
 
-def _goodbye(scene: Scene, rank: int) -> str | None:
-    return within(1.0, lambda: goodbye(scene.store, rank))
+def _goodbye(context: FailureContext, rank: int) -> str | None:
+    return within(1.0, lambda: goodbye(context.store, rank))
 
 
-def peers_gone(scene: Scene, what: str, gone: Sequence[int]) -> RankError:
+def peers_gone(context: FailureContext, what: str, gone: Sequence[int]) -> RankError:
     """The error of a meeting to which the ranks in `gone` will never come."""
-    _, report = _report(scene, gone)
+    _, report = _report(context, gone)
     error = RankError(
-        f"{what} cannot finish on rank {scene.rank}: found {_ranks(gone)} ended, needed all ranks to arrive. "
+        f"{what} cannot finish on rank {context.rank}: found {_ranks(gone)} ended, needed all ranks to arrive. "
         f"See why {'it' if len(gone) == 1 else 'they'} ended.\n{report}"
     )
     error.silent = tuple(gone)
     return error
 
 
-def timed_out(scene: Scene, what: str, peers: Iterable[int], after: float, limit: float | None = None) -> RankError:
+def timed_out(
+    context: FailureContext, what: str, peers: Iterable[int], after: float, limit: float | None = None
+) -> RankError:
     """The error of a wait that reached its limit (MESHFUSE_TIMEOUT): who does not answer, and where the others are."""
-    failure = within(1.0, lambda: published(scene.store))
-    if failure is not None and failure.primary and failure.rank != scene.rank:
-        return peer_failed(scene, what, failure)
-    silent, report = _report(scene, peers)
+    failure = within(1.0, lambda: published(context.store))
+    if failure is not None and failure.primary and failure.rank != context.rank:
+        return peer_failed(context, what, failure)
+    silent, report = _report(context, peers)
     error = RankTimeout(
-        f"{what} timed out on rank {scene.rank}: found no end after {after:.1f} s, needed all ranks to "
-        f"arrive within {limit or scene.limit:g} s. See the ranks below, or raise MESHFUSE_TIMEOUT if they are slow.\n"
+        f"{what} timed out on rank {context.rank}: found no end after {after:.1f} s, needed all ranks to arrive "
+        f"within {limit or context.limit:g} s. See the ranks below, or raise MESHFUSE_TIMEOUT if they are slow.\n"
         f"{report}"
     )
     error.silent = silent
@@ -125,28 +127,28 @@ def _brief(cause: str) -> str:
     return processes.hindrance() + (text.split(". ")[0].splitlines()[0] if text else "no message")
 
 
-def _report(scene: Scene, peers: Iterable[int]) -> tuple[tuple[int, ...], str]:
-    others = [peer for peer in peers if peer != scene.rank]
-    within(1.0, lambda: scene.peers.remember(others))
+def _report(context: FailureContext, peers: Iterable[int]) -> tuple[tuple[int, ...], str]:
+    others = [peer for peer in peers if peer != context.rank]
+    within(1.0, lambda: context.peers.remember(others))
     # Ranks outside of the group that are gone may be the reason why the others wait.
-    others += [peer for peer in scene.peers.gone(scene.all_ranks) if peer not in others and peer != scene.rank]
-    mute = [*scene.peers.silent_already(others), *scene.peers.strangers(others)]
-    answers = roll_call(scene.store, [peer for peer in others if peer not in mute])
+    others += [peer for peer in context.peers.gone(context.all_ranks) if peer not in others and peer != context.rank]
+    mute = [*context.peers.silent_already(others), *context.peers.strangers(others)]
+    answers = roll_call(context.store, [peer for peer in others if peer not in mute])
     if answers is None:
-        return _no_store(scene)
-    answers |= {peer: _goodbye(scene, peer) for peer in mute}
+        return _no_store(context)
+    answers |= {peer: _goodbye(context, peer) for peer in mute}
     silent = tuple(peer for peer in others if answers[peer] is None)
-    return silent, "\n".join(f"    rank {peer} {answers[peer] or scene.peers.fate(peer)}" for peer in others)
+    return silent, "\n".join(f"    rank {peer} {answers[peer] or context.peers.fate(peer)}" for peer in others)
 
 
-def _no_store(scene: Scene) -> tuple[tuple[int, ...], str]:
-    if scene.host is None:
+def _no_store(context: FailureContext) -> tuple[tuple[int, ...], str]:
+    if context.host is None:
         return (), "    the launcher's agent, which serves the store of the job, does not answer"
-    if scene.peers.runs(scene.host):
-        return (), f"    rank {scene.host} runs, but the connection to the store of the job, which it serves, is lost"
-    fate = scene.peers.fate(scene.host)
-    report = f"    rank {scene.host} {fate}, and with it the store through which the others would"
-    return (scene.host,), report
+    if context.peers.runs(context.host):
+        return (), f"    rank {context.host} runs, but the connection to the store of the job, which it serves, is lost"
+    fate = context.peers.fate(context.host)
+    report = f"    rank {context.host} {fate}, and with it the store through which the others would"
+    return (context.host,), report
 
 
 SAME_PROGRAM = "Make every rank run the same definition with the same shapes; let nothing in it depend on the rank."

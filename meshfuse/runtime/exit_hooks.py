@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import NoReturn, Protocol
 
 from ..errors import MeshfuseError, RankError, RankTimeout
-from . import exit_page as news
+from . import exit_page
 
 # Set by `meshfuse run`: the exit code of ranks that only follow a failed peer, whose traceback they leave to
 # it. The code after it is of those that waited in vain for a peer, which may never end by itself.
@@ -73,13 +73,13 @@ def report_user_errors() -> None:
 
     A restart would only repeat them.
     """
-    if FOLLOWER not in os.environ or news.own() is None:
+    if FOLLOWER not in os.environ or exit_page.own() is None:
         return
     previous, process = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() == process and isinstance(error, MeshfuseError) and isinstance(error, ValueError):
-            news.tell_user_error(int(os.environ.get("RANK", "0")), error)
+            exit_page.tell_user_error(int(os.environ.get("RANK", "0")), error)
         previous(kind, error, trace)
 
     sys.excepthook = hook

@@ -14,7 +14,7 @@ VARIABLE = "MESHFUSE_NEWS_FD"
 FINISHED = "has finished"
 _USER_ERROR = "user-error"
 _MOST = 1 << 18  # At most so many bytes are read: a line for each rank that has ended.
-_NAME = "meshfuse-news"
+_NAME = "meshfuse-exit-page"
 
 
 def make() -> int | None:

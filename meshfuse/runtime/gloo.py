@@ -19,7 +19,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,10 @@ from ..errors import ArgumentError, RankError, caller_line, user_error
 from ..kernels import fold
 from .deadlines import COLLECTIVES, is_of_torch, within
 from .environment import LOOPBACK
+from .job import Communicator
 from .reductions import REDUCE_OPS, check_reducible, gloo_form, movable, move_scale
 from .scratch import Scratch
 from .work import Work
-
-if TYPE_CHECKING:
-    from .group import Group
 
 # Up to so many bytes of a rank, or of all ranks together, an exchange of everything beats a ring.
 _REDUCED_BY_TWO, _REDUCED_TOGETHER, _GATHERED = 32 * 1024, 512 * 1024, 256 * 1024
@@ -45,7 +43,7 @@ _TAG = 0  # Messages of one pair of ranks are told apart by their order alone.
 class Gloo:
     """A gloo process group of exactly one Group's ranks; making it connects every rank with every other."""
 
-    def __init__(self, group: Group, store: dist.Store):
+    def __init__(self, group: Communicator, store: dist.Store):
         self._group = group
         # torch's stubs lack the backend's methods.
         self._pg: Any = dist.ProcessGroupGloo(store, group.index, group.size, _options(group.world))

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from .gloo import Gloo
 from .host_staging import Staged, device_name, is_shared
+from .job import Job
 from .nccl import Nccl
+from .rendezvous import Rendezvous
 from .work import DONE, Done, Work
 
-if TYPE_CHECKING:
-    from .world import World
+
+class ConnectedJob(Job, Protocol):
+    """A job whose ranks can meet."""
+
+    rendezvous: Rendezvous
 
 
 class Group:
@@ -24,7 +29,7 @@ class Group:
     (a peer did not arrive), raised by `wait()` and sometimes at once.
     """
 
-    def __init__(self, world: World, ranks: tuple[int, ...], label: str):
+    def __init__(self, world: ConnectedJob, ranks: tuple[int, ...], label: str):
         self.world, self.ranks, self.label = world, ranks, label
         self.size, self.index = len(ranks), ranks.index(world.rank)
         self.issued = 0
@@ -99,15 +104,15 @@ class Group:
         return self._device.trouble() if isinstance(self._device, Nccl) else ""
 
     def _connect_gloo(self) -> Gloo:
-        self._gloo = self.world.meetings.meet(self, "gloo", lambda store: Gloo(self, store))
+        self._gloo = self.world.rendezvous.connect(self, "gloo", lambda store: Gloo(self, store))
         return self._gloo
 
     def _connect_device(self, device: torch.device) -> Nccl | Staged:
         """Use NCCL where every rank has a device of its own, and the host where some ranks share one."""
-        if is_shared(self.world.meetings.told(self.ranks, "devices", device_name(device))):
+        if is_shared(self.world.rendezvous.exchange_among(self.ranks, "devices", device_name(device))):
             self._device = Staged(self._gloo or self._connect_gloo())
         else:
-            self._device = self.world.meetings.meet(self, "nccl", lambda store: Nccl(self, store, device))
+            self._device = self.world.rendezvous.connect(self, "nccl", lambda store: Nccl(self, store, device))
         return self._device
 
     def leave(self) -> None:

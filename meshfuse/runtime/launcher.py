@@ -1,4 +1,4 @@
-"""`meshfuse run`: ranks as processes on this machine, ended together, none left behind. Imports no torch."""
+"""`meshfuse run`: starts ranks as processes of this machine and ends them together. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ..errors import ArgumentError, user_error
-from . import exit_page as news
+from . import exit_page
 from .output import complete_standard_files, say
 from .processes import STOPPED, goes_on, identity_of, state_of
-from .spawn import FOLLOWER_CODE, WAITED_CODE, Job, RankProcess, job_variables, listening, start, startable
+from .spawn import FOLLOWER_CODE, WAITED_CODE, JobSpec, RankProcess, job_variables, listening, start, startable
 
 _OF_OTHERS = (FOLLOWER_CODE, WAITED_CODE)
 TIMED_OUT_CODE = 124  # As the command `timeout` has it.
-# Seconds: from SIGTERM to SIGKILL, between two looks at the ranks, and at most before a restart.
+# Seconds: from SIGTERM to SIGKILL, between two polls of the ranks, and the longest pause before a restart.
 _GRACE, _POLL, _LONGEST_PAUSE = 3.0, 0.02, 30.0
-_REMIND = 60.0  # Seconds after which ranks that still run when others have ended are named.
-_PATIENCE = 1.0  # Seconds that the pipe of an ended rank may be still before it is given up.
-_MOST_RANKS = 4096  # Processes of one machine: more is a mistake.
-_came: list[int] = []  # The signal that asked to stop, if one has.
-# Signals that end a job, and those that tell it something first where its script has a handler: a batch system says by
-# one of these that it is about to take the machine away.
+_REMIND = 60.0  # Seconds after the first rank has ended: then those that still run are named.
+_PATIENCE = 1.0  # Seconds without output after which the pipe of an ended rank is abandoned.
+_MOST_RANKS = 4096  # On one machine; more is taken for a mistake.
+_came: list[int] = []  # The signal that stops the job, once it has come.
+# Signals that end a job, and signals that are passed on to a script with a handler: batch systems send one of these
+# before they take the machine away.
 _STOPS = (signal.SIGINT, signal.SIGTERM)
 _NOTICES = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 _REAPER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "orphan_reaper.py")
 
 
 class _Interrupted(Exception):
-    """The launcher was asked to stop by a signal."""
+    """A signal stops the launcher."""
 
     def __init__(self, number: int):
         self.number = number
@@ -67,13 +67,13 @@ def run(
     if max_restarts < 0:
         raise user_error("wrong number of restarts", str(max_restarts), "0 or more", cls=ArgumentError)
     deadline = None if timeout is None else time.monotonic() + timeout
-    job = Job(ranks, list(argv), max_restarts, deadline, all_output)
+    job = JobSpec(ranks, list(argv), max_restarts, deadline, all_output)
     complete_standard_files()
     try:
-        with _signals() as ranks_told, _keeper() as keep:
+        with _signals() as notified, _orphan_reaper() as keep:
 
             def register(rank: RankProcess) -> None:
-                ranks_told.append(rank)
+                notified.append(rank)
                 keep(rank.process.pid)
 
             return _run_attempts(job, register, pause)
@@ -82,13 +82,13 @@ def run(
         return 128 + stop.number
 
 
-def _run_attempts(job: Job, register: Callable[[RankProcess], None], pause: float) -> int:
-    """Start the job until an attempt succeeds, or no other could succeed; returns the last attempt's exit code."""
+def _run_attempts(job: JobSpec, register: Callable[[RankProcess], None], pause: float) -> int:
+    """Start the job until an attempt succeeds or another one would be useless; the exit code of the last attempt."""
     for attempt in range(job.max_restarts + 1):
-        page = news.make()
+        page = exit_page.make()
         try:
             code = _attempt(job, attempt, page, register)
-            final = news.first_user_error(page)
+            final = exit_page.first_user_error(page)
         finally:
             if page is not None:
                 os.close(page)
@@ -109,7 +109,7 @@ def _run_attempts(job: Job, register: Callable[[RankProcess], None], pause: floa
     return code
 
 
-def _attempt(job: Job, attempt: int, page: int | None, register: Callable[[RankProcess], None]) -> int:
+def _attempt(job: JobSpec, attempt: int, page: int | None, register: Callable[[RankProcess], None]) -> int:
     """Start all ranks, wait, and end them all; the exit code."""
     started: list[RankProcess] = []
     try:
@@ -134,17 +134,17 @@ def _watch(started: list[RankProcess], deadline: float | None, page: int | None)
     finished: set[int] = set()
     remind = math.inf
     while True:
-        if _came:  # Python drops an exception that a handler raises in a callback of its own, such as one after a fork.
+        if _came:  # Python drops exceptions of signal handlers that run inside a callback, such as one after a fork.
             raise _Interrupted(_came[0])
         codes = {r.rank: r.process.poll() for r in started}
         for rank in [rank for rank, code in codes.items() if code == 0 and rank not in finished]:
             finished.add(rank)
             remind = time.monotonic() + _REMIND
-            news.tell(page, rank, news.FINISHED)
+            exit_page.tell(page, rank, exit_page.FINISHED)
         failed = {rank: code for rank, code in codes.items() if code}
         if failed:
             rank, code = _first_failure(started, failed)
-            news.tell(page, rank, _how(code))
+            exit_page.tell(page, rank, _how(code))
             return _report(rank, code, [r.rank for r in started if state_of(identity_of(r.process.pid)) == STOPPED])
         if None not in codes.values():
             return 0
@@ -160,20 +160,14 @@ def _watch(started: list[RankProcess], deadline: float | None, page: int | None)
 
 
 def _waited_for(running: list[RankProcess]) -> str:
-    """A line that says which ranks a job waits for when the others have ended well.
-
-    A stopped one never ends by itself.
-    """
+    """A line that names the ranks that still run when the others have ended: a stopped one never ends by itself."""
     states = {r.rank: state_of(identity_of(r.process.pid)) for r in running}
-    told = ", ".join(f"rank {rank} ({state or 'running'})" for rank, state in states.items())
-    return f"the other ranks have ended {_REMIND:g} s ago; waiting for {told}, for as long as --timeout allows"
+    names = ", ".join(f"rank {rank} ({state or 'running'})" for rank, state in states.items())
+    return f"the other ranks have ended {_REMIND:g} s ago; waiting for {names}, for as long as --timeout allows"
 
 
 def _first_failure(started: list[RankProcess], failed: dict[int, int]) -> tuple[int, int]:
-    """The rank that failed by itself, and its exit code.
-
-    Ranks that follow a peer's failure may have ended before it.
-    """
+    """The rank that failed first, and its exit code: ranks that fail because of it may end before it."""
     until = time.monotonic() + _GRACE
     codes: dict[int, int | None] = {r.rank: failed.get(r.rank) for r in started}
     while set(failed.values()) == {FOLLOWER_CODE} and None in codes.values() and time.monotonic() < until:
@@ -187,8 +181,8 @@ def _how(code: int) -> str:
     """How a rank ended, by its exit code."""
     if code < 0:
         return f"was killed by {_name(-code)}"
-    said = {FOLLOWER_CODE: "lost its peers", WAITED_CODE: "waited for its peers in vain"}
-    return said.get(code, f"exited with code {code}")
+    texts = {FOLLOWER_CODE: "lost its peers", WAITED_CODE: "waited for its peers in vain"}
+    return texts.get(code, f"exited with code {code}")
 
 
 def _name(number: int) -> str:
@@ -200,7 +194,7 @@ def _name(number: int) -> str:
 
 
 def _report(rank: int, code: int, stopped: list[int]) -> int:
-    """Say which rank ended the job and how; the job's exit code."""
+    """Print which rank ended the job and how; the exit code of the job."""
     if code in _OF_OTHERS:
         why = f": rank {', '.join(map(str, stopped))} is stopped" if stopped else ""
         say(f"rank {rank} {_how(code)}{why}; stopped all ranks")
@@ -211,13 +205,13 @@ def _report(rank: int, code: int, stopped: list[int]) -> int:
 
 def _tell_all(started: list[RankProcess], page: int | None, text: str) -> None:
     for r in started:
-        news.tell(page, r.rank, text)
+        exit_page.tell(page, r.rank, text)
 
 
 def _end(started: list[RankProcess], limit: float = math.inf) -> None:
-    """SIGTERM to every rank's process group, SIGKILL after a grace period; then the rest of their output.
+    """SIGTERM to the process group of every rank, SIGKILL after a grace period; then the rest of their output.
 
-    That takes as long as its reader does, or `limit` seconds.
+    Reading the output takes at most `limit` seconds.
     """
     _signal_all(started, signal.SIGTERM)
     until = time.monotonic() + _GRACE
@@ -243,10 +237,10 @@ def _signal_all(started: list[RankProcess], number: signal.Signals) -> None:
 
 @contextmanager
 def _signals() -> Iterator[list[RankProcess]]:
-    """Have the signals that end a job raise in here, so that the ranks are ended on the way out.
+    """A context in which signals that end a job raise, so that the ranks are ended on the way out.
 
-    Gives a list for the ranks: a notice is passed on to those in it that have a handler for it, and ends the job where
-    none has. A signal that is ignored, as by nohup, stays ignored.
+    Yields a list of ranks to fill. Notices are passed on to those that have a handler, and end the job if none has.
+    Ignored signals, as under nohup, stay ignored.
     """
     ranks: list[RankProcess] = []
     if threading.current_thread() is not threading.main_thread():
@@ -292,22 +286,22 @@ def _pass_on(ranks: list[RankProcess], number: int) -> bool:
     started are its own to tell.
     """
     running = [r.process.pid for r in ranks if r.process.returncode is None]
-    told = [pid for pid in running if goes_on(pid, number) is not False]
-    for pid in told:
+    notified = [pid for pid in running if goes_on(pid, number) is not False]
+    for pid in notified:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-    return bool(told)
+    return bool(notified)
 
 
 @contextmanager
-def _keeper() -> Iterator[Callable[[int], None]]:
+def _orphan_reaper() -> Iterator[Callable[[int], None]]:
     """Start a process that ends the ranks if the launcher is killed; gives the function that tells it of a rank."""
     with startable("a job"):
         read, write = os.pipe()
         try:
-            keeper = subprocess.Popen([sys.executable, "-S", "-I", _REAPER, str(read)], pass_fds=(read,))
+            reaper = subprocess.Popen([sys.executable, "-S", "-I", _REAPER, str(read)], pass_fds=(read,))
         except BaseException:
-            os.close(write)  # A keeper that was started all the same ends by it.
+            os.close(write)  # A reaper that was started all the same ends by it.
             raise
         finally:
             os.close(read)
@@ -316,11 +310,11 @@ def _keeper() -> Iterator[Callable[[int], None]]:
         _write_line(write, "done")
     finally:
         os.close(write)
-        keeper.wait()
+        reaper.wait()
 
 
 def _write_line(fd: int, text: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # Someone has killed the keeper: the job does not fail for that.
+    with contextlib.suppress(BrokenPipeError):  # Someone has killed the reaper: the job does not fail for that.
         os.write(fd, f"{text}\n".encode())
 
 

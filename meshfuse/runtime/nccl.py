@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,9 @@ import torch.distributed as dist
 from ..kernels import fold
 from .deadlines import COLLECTIVES, is_of_torch, within
 from .device_watchdog import Pending, is_watched
+from .job import Communicator
 from .reductions import REDUCE_OPS, check_reducible, movable, move_scale
 from .work import Work
-
-if TYPE_CHECKING:
-    from .group import Group
 
 _NATIVE = (
     torch.uint8, torch.int8, torch.int32, torch.int64,
@@ -24,19 +22,19 @@ _NATIVE = (
 )  # fmt: skip
 
 
-# Seconds that torch's watchdog of NCCL waits longer than `Watch`, whose error says more, and which knows of peers that
-# plan.
+# Seconds that torch's watchdog of NCCL waits longer than `DeviceWatchdog`, whose error says more, and which knows
+# when a peer plans.
 _LATER = 3600
 
 
 class Nccl:
     """An NCCL process group of exactly one Group's ranks, on this rank's device.
 
-    The process ends by torch's watchdog where NCCL loses a connection, and by the world's `Watch` where a peer does not
-    arrive within the world's time limit, or fails while a graph is replayed, which torch's does not see.
+    The process ends by torch's watchdog where NCCL loses a connection, and by the world's `DeviceWatchdog` where a peer
+    does not arrive within the world's time limit, or fails while a graph is replayed, which torch's does not see.
     """
 
-    def __init__(self, group: Group, store: dist.Store, device: torch.device):
+    def __init__(self, group: Communicator, store: dist.Store, device: torch.device):
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=group.world.limit + _LATER)
@@ -129,7 +127,7 @@ class Nccl:
         if is_watched():
             self._waited.record()
             pending = Pending(work, self._group.ranks, self._waited.query, self.trouble)
-            self._group.world.watch.put(pending)
+            self._group.world.watchdog.put(pending)
 
     def trouble(self) -> str:
         """What NCCL has found to be wrong with the connections, "" for nothing."""

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 import torch.distributed as dist
 
 from ..errors import RankError, user_error
-from . import exit_page as news
-from . import processes
+from . import exit_page, processes
 from .deadlines import within
 
 # A rank may ask the store at most so many questions one by one.
@@ -22,7 +21,7 @@ class Peers:
     def __init__(self, store: dist.Store):
         self._store = store
         self._known: dict[int, str] = {}
-        self._page = news.own()
+        self._page = exit_page.own()
 
     def introduce(self, rank: int) -> str:
         """Tell the others which process this rank is.
@@ -45,10 +44,10 @@ class Peers:
 
         RankError where another rank has told otherwise.
         """
-        told, first = self._store.compare_set("world", "", f"{size} {rank}").decode().split()
-        if int(told) != size:
+        known, first = self._store.compare_set("world", "", f"{size} {rank}").decode().split()
+        if int(known) != size:
             raise user_error(
-                "ranks disagree on the size of their world", f"{size} on rank {rank}, {told} on rank {first}",
+                "ranks disagree on the size of their world", f"{size} on rank {rank}, {known} on rank {first}",
                 "one number", "Give all of them the same WORLD_SIZE, and each job a MASTER_PORT of its own.",
                 cls=RankError,
             )  # fmt: skip
@@ -74,15 +73,15 @@ class Peers:
 
     def gone(self, ranks: Iterable[int]) -> list[int]:
         """Those of the ranks that are known to have ended, by the launcher or the kernel. Does not ask the store."""
-        told = news.read(self._page)
-        return [rank for rank in ranks if rank in told or self._state(rank) == processes.GONE]
+        ended = exit_page.read(self._page)
+        return [rank for rank in ranks if rank in ended or self._state(rank) == processes.GONE]
 
     def fate(self, rank: int) -> str:
         """Why a rank does not answer, as far as it can be found out."""
         within(1.0, lambda: self.remember([rank]))
-        told, who = news.read(self._page).get(rank), self._known.get(rank)
-        if told is not None:
-            return told
+        ended, who = exit_page.read(self._page).get(rank), self._known.get(rank)
+        if ended is not None:
+            return ended
         if who is None:
             return "has not joined: it was not started, or did not come as far as meshfuse"
         about = {

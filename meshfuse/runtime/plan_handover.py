@@ -11,18 +11,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from .deadlines import within
 from .diagnosis import peers_gone, seconds_since, timed_out
+from .job import Job
 from .planning import plans
+from .rendezvous import Rendezvous
 from .roll_call import goodbye, roll_call
 from .store import await_keys
-
-if TYPE_CHECKING:
-    from .world import World
 
 T = TypeVar("T")
 _KEPT = 4  # How many of its texts a rank leaves in the store. Ranks that work together are no further apart.
@@ -37,11 +36,11 @@ class Handed:
     mine: bool
 
 
-class Handing:
+class PlanHandover:
     """What this rank hands over to others, and takes over from them."""
 
-    def __init__(self, world: World):
-        self.world = world
+    def __init__(self, world: Job, rendezvous: Rendezvous):
+        self.world, self._rendezvous = world, rendezvous
         self._made: deque[str] = deque()
 
     @contextlib.contextmanager
@@ -85,13 +84,13 @@ class Handing:
     def _awaited(self, place: str, maker: int, ranks: Collection[int], what: str) -> str:
         """The text that another rank makes; "" where it makes none any more."""
         what = f"waiting for rank {maker}'s plan of {what}"
-        start = asked = time.monotonic()
+        start = last_look = time.monotonic()
         with self.world.plans.waiting_for(maker):
             while not self._is_there(place, maker, what):
                 if self._is_given_up(place, maker, ranks, what):
                     return ""
-                if seconds_since(asked) > self.world.limit:
-                    asked = time.monotonic()
+                if seconds_since(last_look) > self.world.limit:
+                    last_look = time.monotonic()
                     if not self._is_at_it(maker, what, start):
                         return ""
             return self._asked(what, maker, lambda: self._store.get(place)).decode()
@@ -102,22 +101,22 @@ class Handing:
     def _is_given_up(self, place: str, maker: int, ranks: Collection[int], what: str) -> bool:
         """Whether nobody makes the text any more. RankError where a peer has failed, or a maker that is needed."""
         self.world.raise_if_failed(what)
-        scene = self.world.scene()
-        within(1.0, lambda: scene.peers.remember([maker]))
-        if scene.peers.gone([maker]) or self._asked(what, maker, lambda: goodbye(self._store, maker)) is not None:
+        context = self.world.failure_context()
+        within(1.0, lambda: context.peers.remember([maker]))
+        if context.peers.gone([maker]) or self._asked(what, maker, lambda: goodbye(self._store, maker)) is not None:
             if maker in ranks:
-                raise peers_gone(scene, what, [maker])
+                raise peers_gone(context, what, [maker])
             return True
         return not self._asked(what, maker, lambda: self._store.check([f"{place}/by"]))
 
     def _is_at_it(self, maker: int, what: str, start: float) -> bool:
         """Whether the maker, when asked, says that it plans. RankTimeout where it says nothing."""
-        scene = self.world.scene()
-        mute = scene.peers.silent_already([maker])
+        context = self.world.failure_context()
+        mute = context.peers.silent_already([maker])
         answers = None if mute else roll_call(self._store, [maker])
         if not answers or answers[maker] is None:
-            raise timed_out(scene, what, [maker], seconds_since(start))
+            raise timed_out(context, what, [maker], seconds_since(start))
         return plans(answers[maker])
 
     def _asked(self, what: str, maker: int, action: Callable[[], T]) -> T:
-        return self.world.meetings.asked(what, [maker], action)
+        return self._rendezvous.query_store(what, [maker], action)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .deadlines import within
-from .diagnosis import Scene, seconds_since
+from .diagnosis import FailureContext, seconds_since
 from .roll_call import roll_call
 
 _PLANS = "plans "  # With what a rank's answer begins that plans, or waits for one that does.
@@ -34,8 +34,8 @@ class _Planning:
     lines: int = 0
 
     def __str__(self) -> str:
-        told = f"{_PLANS}{self.what}, for {seconds_since(self.start):.0f} s so far"
-        return told if self.by is None else f"{told}, by way of rank {self.by}, which it waits for"
+        text = f"{_PLANS}{self.what}, for {seconds_since(self.start):.0f} s so far"
+        return text if self.by is None else f"{text}, by way of rank {self.by}, which it waits for"
 
 
 class Plans:
@@ -45,7 +45,7 @@ class Plans:
         self._rank = rank
         self._now: _Planning | None = None
 
-    def told(self) -> str:
+    def description(self) -> str:
         """What this rank plans, in words; "" for nothing."""
         now = self._now
         return "" if now is None else str(now)
@@ -98,22 +98,22 @@ def plans(answer: str | None) -> bool:
     return answer is not None and answer.startswith(_PLANS)
 
 
-def awaits_a_plan(scene: Scene, ranks: Sequence[int]) -> bool:
+def awaits_a_plan(context: FailureContext, ranks: Sequence[int]) -> bool:
     """Whether it is for planning that `ranks` are waited for: all of them answer, and they or others plan.
 
     A rank that does not plan itself may wait for one that does.
     """
-    others = [rank for rank in ranks if rank != scene.rank]
-    answers = _answers(scene, others)
+    others = [rank for rank in ranks if rank != context.rank]
+    answers = _answers(context, others)
     if not answers or None in answers.values():
         return False
-    rest = [rank for rank in scene.all_ranks if rank not in others and rank != scene.rank]
-    return any(map(plans, answers.values())) or any(map(plans, _answers(scene, rest).values()))
+    rest = [rank for rank in context.all_ranks if rank not in others and rank != context.rank]
+    return any(map(plans, answers.values())) or any(map(plans, _answers(context, rest).values()))
 
 
-def _answers(scene: Scene, ranks: Sequence[int]) -> dict[int, str | None]:
+def _answers(context: FailureContext, ranks: Sequence[int]) -> dict[int, str | None]:
     """What each of the ranks says it is doing, None where it cannot or does not answer."""
-    within(1.0, lambda: scene.peers.remember(ranks))
-    mute = {*scene.peers.silent_already(ranks), *scene.peers.strangers(ranks)}
-    answers = roll_call(scene.store, [rank for rank in ranks if rank not in mute], _ANSWER) if ranks else {}
+    within(1.0, lambda: context.peers.remember(ranks))
+    mute = {*context.peers.silent_already(ranks), *context.peers.strangers(ranks)}
+    answers = roll_call(context.store, [rank for rank in ranks if rank not in mute], _ANSWER) if ranks else {}
     return {rank: None for rank in ranks} | (answers or {})

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -23,14 +23,11 @@ from .diagnosis import (
     seconds_since,
     timed_out,
 )
+from .job import Communicator, Job
 from .peers import MANY
 from .planning import awaits_a_plan
 from .roll_call import Failure, goodbye, text_of
 from .store import await_keys, hosts_store
-
-if TYPE_CHECKING:
-    from .group import Group
-    from .world import World
 
 T = TypeVar("T")
 _GRACE = 2.0  # Seconds that the store has to answer when a limit is over.
@@ -41,11 +38,11 @@ _COMPARING = "same"  # With what the names of meetings begin in which ranks comp
 class _Counters:
     """How often these ranks have met for each purpose: the same number on all of them, as they run the same program."""
 
-    meetings: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
+    counts: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
 
     def next(self, ranks: tuple[int, ...], what: str = "") -> int:
-        self.meetings[what, ranks] = self.meetings.get((what, ranks), 0) + 1
-        return self.meetings[what, ranks]
+        self.counts[what, ranks] = self.counts.get((what, ranks), 0) + 1
+        return self.counts[what, ranks]
 
 
 class Rendezvous:
@@ -55,12 +52,12 @@ class Rendezvous:
     is known to have failed before.
     """
 
-    def __init__(self, world: World):
+    def __init__(self, world: Job):
         self.world = world
         self._counters = _Counters()
         self.waiting = ""
 
-    def meet(self, group: Group, kind: str, make: Callable[[dist.Store], T]) -> T:
+    def connect(self, group: Communicator, kind: str, make: Callable[[dist.Store], T]) -> T:
         """Make a backend's process group once all ranks of the group have come to make it.
 
         Each process group has its own name in the store: one that read the addresses of an earlier one would never
@@ -69,14 +66,14 @@ class Rendezvous:
         name = f"group/{kind}/{'-'.join(map(str, group.ranks))}/{self._counters.next(group.ranks, kind)}"
         start = time.monotonic()
         self._arrive(name, group.ranks, f"connecting {group}")
-        scene = self.world.scene()
-        scene.peers.remember(group.ranks)
+        context = self.world.failure_context()
+        context.peers.remember(group.ranks)
         try:
             return make(dist.PrefixStore(name, self.world.store))
         except RuntimeError as error:
             if not is_of_torch(error):
                 raise
-            raise failed(scene, f"connecting {group}", group.ranks, error, start) from None
+            raise failed(context, f"connecting {group}", group.ranks, error, start) from None
 
     def barrier(self) -> None:
         """Wait for all ranks of the world."""
@@ -113,8 +110,8 @@ class Rendezvous:
         Raises RankError on all of them where two remember other ones.
         """
         what = "the order of calls"
-        name, told = self._compared(calls.told(ranks), what, ranks, SAME_PROGRAM)
-        found = first_difference(ranks, told)
+        name, summaries = self._compared(calls.summary(ranks), what, ranks, SAME_PROGRAM)
+        found = first_difference(ranks, summaries)
         if found:
             first, other, *_ = found
             mine = calls.text(other if first == self.world.rank else first)
@@ -156,13 +153,13 @@ class Rendezvous:
         values = self._share(name, ranks, what, mine)
         for rank, value in zip(ranks, values, strict=True):
             if value not in (b"0", b"1"):
-                raise peer_failed(self.world.scene(), what, Failure(rank, value.decode(), primary=True))
+                raise peer_failed(self.world.failure_context(), what, Failure(rank, value.decode(), primary=True))
         return b"1" in values
 
-    def told(self, ranks: Sequence[int], what: str, value: str) -> list[bytes]:
+    def exchange_among(self, ranks: Sequence[int], what: str, value: str) -> list[bytes]:
         """What each of `ranks`, which all call this, gives as `value`."""
         ranks = tuple(ranks)
-        name = f"told/{what}/{'-'.join(map(str, ranks))}/{self._counters.next(ranks)}"
+        name = f"among/{what}/{'-'.join(map(str, ranks))}/{self._counters.next(ranks)}"
         return self._share(name, ranks, f"comparing {what}", value)
 
     def exchange(self, value: bytes, what: str, limit: float | None = None) -> list[bytes]:
@@ -181,13 +178,13 @@ class Rendezvous:
     ) -> list[bytes]:
         """The value of each of these ranks, once all have come."""
         self._arrive(name, ranks, what, value, limit)
-        return self.asked(what, ranks, lambda: self.world.store.multi_get([f"{name}/{rank}" for rank in ranks]))
+        return self.query_store(what, ranks, lambda: self.world.store.multi_get([f"{name}/{rank}" for rank in ranks]))
 
     def _arrive(
         self, name: str, ranks: tuple[int, ...], what: str, value: str | bytes = "", limit: float | None = None
     ) -> None:
         """Say that this rank has come to a meeting and wait for the others."""
-        self.world.turns.check()
+        self.world.order_lock.check()
         store, start, limit = self.world.store, time.monotonic(), limit or self.world.limit
         keys = {f"{name}/{rank}": rank for rank in ranks}
 
@@ -197,15 +194,17 @@ class Rendezvous:
 
         self.waiting = f"{what} at {caller_line()}"
         try:
-            missing = self.asked(what, ranks, wait, limit)
-            while missing and awaits_a_plan(self.world.scene(), [keys[key] for key in missing]):
-                missing = self.asked(what, ranks, wait, limit)
+            missing = self.query_store(what, ranks, wait, limit)
+            while missing and awaits_a_plan(self.world.failure_context(), [keys[key] for key in missing]):
+                missing = self.query_store(what, ranks, wait, limit)
         finally:
             self.waiting = ""
         if missing:
-            raise timed_out(self.world.scene(), what, [keys[key] for key in missing], seconds_since(start), limit)
+            raise timed_out(
+                self.world.failure_context(), what, [keys[key] for key in missing], seconds_since(start), limit
+            )
 
-    def asked(self, what: str, ranks: Sequence[int], action: Callable[[], T], limit: float | None = None) -> T:
+    def query_store(self, what: str, ranks: Sequence[int], action: Callable[[], T], limit: float | None = None) -> T:
         """The result of an action on the store, within `limit` seconds.
 
         RankError where the store has gone or stopped.
@@ -214,25 +213,25 @@ class Rendezvous:
         try:
             return action() if hosts_store(self.world.place) else bounded(limit + _GRACE, action)
         except Silent:
-            raise timed_out(self.world.scene(), what, ranks, seconds_since(start), limit) from None
+            raise timed_out(self.world.failure_context(), what, ranks, seconds_since(start), limit) from None
         except RuntimeError as error:
             if not is_of_torch(error):
                 raise
-            raise connection_lost(self.world.scene(), what, ranks, str(error), seconds_since(start)) from None
+            raise connection_lost(self.world.failure_context(), what, ranks, str(error), seconds_since(start)) from None
 
     def _raise_if_hopeless(self, name: str, keys: Mapping[str, int], what: str) -> None:
         """RankError if a peer has failed, or if one that has not come to the meeting has ended or waits elsewhere."""
         self.world.raise_if_failed(what)
-        scene = self.world.scene()
-        scene.peers.remember(keys.values())
-        left = [rank for rank in list(keys.values())[:MANY] if goodbye(scene.store, rank) is not None]
+        context = self.world.failure_context()
+        context.peers.remember(keys.values())
+        left = [rank for rank in list(keys.values())[:MANY] if goodbye(context.store, rank) is not None]
         gone = [
             rank for key, rank in keys.items()
-            if (rank in left or scene.peers.gone([rank])) and not scene.store.check([key])
+            if (rank in left or context.peers.gone([rank])) and not context.store.check([key])
         ]  # fmt: skip
         if gone:
             self.world.raise_if_failed(what)
-            raise peers_gone(scene, what, gone)
+            raise peers_gone(context, what, gone)
         if name.startswith(_COMPARING):
             self._raise_if_crossed(name, keys, what)
 
@@ -247,9 +246,9 @@ class Rendezvous:
                 continue
             there, compared, ranks = json.loads(store.get(f"compares/{rank}"))
             if there != name and own in ranks and not store.check([f"{there}/{own}"]) and not store.check([key]):
-                said = [_among(what, list(keys.values())), _among(f"comparing {compared}", ranks)]
-                error = disagreement("what comes next", said, (own, rank))
-                self.world.turns.leave_off(what, tuple(keys.values()), error)
+                places = [_among(what, list(keys.values())), _among(f"comparing {compared}", ranks)]
+                error = disagreement("what comes next", places, (own, rank))
+                self.world.order_lock.leave_off(what, tuple(keys.values()), error)
                 raise error
 
 

@@ -12,7 +12,7 @@ from types import FrameType
 from .exit_hooks import end_at_once, ending
 
 
-def install_last_words(words: Callable[[], str]) -> None:
+def install_sigterm_report(words: Callable[[], str]) -> None:
     """Have this process, at SIGTERM, print `words()` and end; launchers so end ranks that a failed peer leaves behind.
 
     A thread of its own does it at once, as the main thread may be inside a wait. A script that handles SIGTERM itself,

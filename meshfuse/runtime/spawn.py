@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from ..errors import USER_ERRORS, ArgumentError, user_error
-from . import exit_page as news
+from . import exit_page
 from .environment import LOOPBACK
 from .exit_hooks import FOLLOWER
 from .output import Forwarder, say
@@ -34,7 +34,7 @@ class RankProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobSpec:
     """What all attempts of a job share; `deadline` is a `time.monotonic()`."""
 
     ranks: int
@@ -71,7 +71,7 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def job_variables(job: Job, attempt: int, store_port: int, page: int | None) -> dict[str, str]:
+def job_variables(job: JobSpec, attempt: int, store_port: int, page: int | None) -> dict[str, str]:
     """torchrun's variables, and a store of meshfuse's own beside MASTER_PORT, the script's."""
     variables = dict(os.environ)
     variables.pop("TORCHELASTIC_USE_AGENT_STORE", None)
@@ -86,13 +86,18 @@ def job_variables(job: Job, attempt: int, store_port: int, page: int | None) -> 
         "MESHFUSE_STORE_PORT": str(store_port),
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
-        news.VARIABLE: "" if page is None else str(page),
+        exit_page.VARIABLE: "" if page is None else str(page),
         FOLLOWER: str(FOLLOWER_CODE),
     }
 
 
 def start(
-    rank: int, job: Job, base: Mapping[str, str], listener: socket.socket, page: int | None, started: list[RankProcess]
+    rank: int,
+    job: JobSpec,
+    base: Mapping[str, str],
+    listener: socket.socket,
+    page: int | None,
+    started: list[RankProcess],
 ) -> None:
     """Start a rank and append it to `started`."""
     variables = dict(base) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..errors import USER_ERRORS, RankError, RankTimeout, user_error
-from . import exit_page as news
+from . import exit_page
 from .deadlines import bounded
 from .environment import DEFAULT_GROUP, LOOPBACK, Environment
 from .processes import hindrance
@@ -92,7 +92,7 @@ def _join(place: Environment, limit: float) -> dist.Store:
 
 def _end_of_host() -> str:
     """What became of rank 0, if the launcher has told; else ""."""
-    return news.read(news.own()).get(0, "")
+    return exit_page.read(exit_page.own()).get(0, "")
 
 
 def _client(place: Environment, limit: float) -> dist.Store:

@@ -1,4 +1,4 @@
-"""This process among its peers: its rank, its store, its groups, and what happens when one of them fails."""
+"""This process as a rank of a job: its store, its groups, and what it does when a peer fails."""
 
 from __future__ import annotations
 
@@ -15,23 +15,32 @@ from typing import ClassVar, Protocol
 import torch.distributed as dist
 
 from ..errors import ArgumentError, RankError, SourceLine, caller_line, line_in_script, located, user_error
-from . import exit_page as news
+from . import exit_page
 from .call_order import Calls
 from .collective_order import CollectiveOrderLock
 from .deadlines import STORE, left_running, within
-from .device_watchdog import Pending, Watch
-from .diagnosis import Scene, connection_lost, failed, lost, peer_failed, seconds_since, timed_out, two_processes
+from .device_watchdog import DeviceWatchdog, Pending
+from .diagnosis import (
+    FailureContext,
+    connection_lost,
+    failed,
+    lost,
+    peer_failed,
+    seconds_since,
+    timed_out,
+    two_processes,
+)
 from .environment import DEFAULT_GROUP, TORCHRUN, Environment, read_environment, time_limit
 from .exit_hooks import code_of, end_at_once, ending, install_hook
 from .group import Group
 from .peers import Peers
-from .plan_handover import Handing
+from .plan_handover import PlanHandover
 from .planning import Plans, awaits_a_plan
 from .processes import die_with_parent
 from .rendezvous import Rendezvous
 from .roll_call import FAILED, Responder, line_of, main_thread_frame, publish, published, roll_call
 from .scratch import CLOCK
-from .sigterm_report import install_last_words
+from .sigterm_report import install_sigterm_report
 from .store import connect, hosts_store, joining
 from .work import Work
 
@@ -47,14 +56,14 @@ class Activity(Protocol):
 
 
 class World:
-    """The ranks of this job, as one of them sees them. `World.current()` is this process' own.
+    """The ranks of this job, as one of them sees them. `World.current()` is that of this process.
 
-    rank, size: this rank's number, and how many ranks there are.
+    rank, size: the number of this rank, and how many ranks there are.
     local_rank, local_size: the same among the ranks of this machine.
-    limit: seconds after which every wait for other ranks ends that do not plan, from MESHFUSE_TIMEOUT.
+    limit: seconds before a wait for other ranks times out, from MESHFUSE_TIMEOUT. Ranks that are planning get longer.
 
-    It uses a store and process groups of meshfuse's own: whether the script makes torch's default process group, before
-    or after, makes no difference. A process that is alone opens no socket.
+    The store and the process groups are meshfuse's own, independent of torch's default process group. A process that is
+    alone opens no socket.
     """
 
     _current: ClassVar[World | None] = None
@@ -68,13 +77,14 @@ class World:
         self._gone: set[int] = set()
         self._process = os.getpid()
         self._groups: dict[tuple[int, ...], Group] = {}
-        self.meetings, self.handing, self.plans = Rendezvous(self), Handing(self), Plans(self.rank)
+        self.rendezvous, self.plans = Rendezvous(self), Plans(self.rank)
+        self.handover = PlanHandover(self, self.rendezvous)
         self.calls = Calls(self.rank, self.size)
-        self.turns, self.checkpoints = (
+        self.order_lock, self.checkpoint_lock = (
             CollectiveOrderLock(self.rank, self.size),
             CollectiveOrderLock(self.rank, self.size, "save or load"),
         )
-        self.watch = Watch(self._check_pending, self._end)
+        self.watchdog = DeviceWatchdog(self._check_pending, self._end)
         self._store: dist.Store | None = None
         self._responder: Responder | None = None
         if self.size > 1:
@@ -82,10 +92,9 @@ class World:
 
     @classmethod
     def current(cls) -> World:
-        """This process' world; joins the job at the first call. Raises RankTimeout if rank 0 cannot be reached.
+        """The world of this process; the first call joins the job. Raises RankTimeout if rank 0 cannot be reached.
 
-        If this process was alone and the script has made it a rank since, by `torch.distributed.init_process_group`, it
-        joins that job.
+        A process that was alone joins a job later if the script calls `torch.distributed.init_process_group`.
         """
         if cls._current is None or (cls._current.place.source == "none" and _in_default_group()):
             with located(caller_line()):
@@ -95,20 +104,20 @@ class World:
 
     @classmethod
     def joined(cls) -> World | None:
-        """The job that this process is a rank of, if it has joined one of several ranks and not left it."""
+        """The job of several ranks that this process has joined and not left, if any."""
         world = cls._current
         return None if world is None or world._responder is None or os.getpid() != world._process else world
 
     @classmethod
     def planning(cls, what: str) -> contextlib.AbstractContextManager[None]:
-        """A context in which this process plans `what`, and the other ranks of its job, if it has any, know it."""
+        """A context in which this process plans `what`; other ranks of its job can see that."""
         world = cls.joined()
         return contextlib.nullcontext() if world is None else world.plans.under_way(what)
 
     def check_number(self, line: SourceLine) -> None:
-        """Check that torch's default group, by whose numbers DTensors go, calls this rank by its own.
+        """Check that this rank has the same number in torch's default group, whose numbers DTensors use.
 
-        Raises ArgumentError where it does not: the group was made anew since this process joined the job.
+        Raises ArgumentError if not: the group was made again after this process joined the job.
         """
         found = dist.get_rank() if self.size > 1 and dist.is_initialized() else self.rank
         if found != self.rank:
@@ -120,15 +129,15 @@ class World:
 
     @classmethod
     def leave_off(cls, where: str, ranks_of: Callable[[int], Sequence[int]], error: BaseException) -> None:
-        """Note that an error kept this rank from a step of some ranks, by the size of the world, this one among them.
+        """Record that an error kept this rank from a step that `ranks_of(size)` run together.
 
-        Its next execution first compares with them where they stopped.
+        Its next execution first compares with those ranks where they stopped.
         """
         world = cls._current
         if world is not None and world.size > 1:
             ranks = [rank for rank in ranks_of(world.size) if rank < world.size]
             if world.rank in ranks:
-                world.turns.leave_off(where, ranks, error)
+                world.order_lock.leave_off(where, ranks, error)
 
     @property
     def store(self) -> dist.Store:
@@ -152,7 +161,7 @@ class World:
         install_hook(self)
         with joining(self.place):
             self._introduce()
-        install_last_words(self.last_words)
+        install_sigterm_report(self.sigterm_report)
         atexit.register(self.leave)
 
     def _introduce(self) -> None:
@@ -167,25 +176,25 @@ class World:
         self._responder = Responder(self._store, self.rank, self._doing)
 
     def _doing(self) -> str:
-        waiting, frame = self.waiting or self.meetings.waiting, main_thread_frame()
-        what = self.plans.told() or (f"waits in {waiting}" if waiting else line_of(frame))
+        waiting, frame = self.waiting or self.rendezvous.waiting, main_thread_frame()
+        what = self.plans.description() or (f"waits in {waiting}" if waiting else line_of(frame))
         where = self.activity.place(frame) if self.activity is not None else ""
         return f"{what}, {where}" if where else what
 
-    def last_words(self) -> str:
-        """What this rank prints when it is ended from outside: why, as far as it knows, and where it was."""
+    def sigterm_report(self) -> str:
+        """What this rank prints when it gets SIGTERM: why, as far as it knows, and where it was."""
         where = self._doing()
-        told = {rank: text for rank, text in news.read(news.own()).items() if text != news.FINISHED}
-        if not told:
+        ended = {rank: text for rank, text in exit_page.read(exit_page.own()).items() if text != exit_page.FINISHED}
+        if not ended:
             others = [rank for rank in self.all_ranks if rank != self.rank]
             answers = within(1.5, lambda: roll_call(self.store, others, 0.5)) or {}
-            told = {rank: self._peers.fate(rank) for rank, answer in answers.items() if answer is None}
-        told = {self.rank: told[self.rank]} if self.rank in told else told
-        because = ", because " + "; ".join(f"rank {rank} {text}" for rank, text in told.items()) if told else ""
+            ended = {rank: self._peers.fate(rank) for rank, answer in answers.items() if answer is None}
+        ended = {self.rank: ended[self.rank]} if self.rank in ended else ended
+        because = ", because " + "; ".join(f"rank {rank} {text}" for rank, text in ended.items()) if ended else ""
         return f"rank {self.rank}: ended by SIGTERM{because}. It {where}"
 
     def group(self, ranks: Sequence[int], label: str = "") -> Group:
-        """The group of `ranks`, of which this rank must be one; the same object at every call.
+        """The group of `ranks`, which must include this rank; every call returns the same object.
 
         Its members connect at their first collective. `label` names it in errors. Raises ArgumentError for ranks that
         do not exist or occur twice.
@@ -215,91 +224,91 @@ class World:
     def barrier(self) -> None:
         """Wait for all ranks of the job. Raises RankTimeout where one does not come, RankError where one has failed."""
         with located(caller_line()):
-            self.meetings.barrier()
+            self.rendezvous.barrier()
 
     def begin(self, activity: Activity, ranks: tuple[int, ...], numbers: str = "") -> None:
-        """Note the program that this rank runs from here on, for errors and for other ranks' questions.
+        """Record the program that this rank runs from here on, for errors and for other ranks.
 
-        `ranks` are those that run it, none where this rank has no part in it. Any two ranks must run the programs that
-        both have a part in in the same order, with the same `numbers`. The ranks of a program compare that at calls 4,
-        8, 16, … that they make, so that it costs next to nothing in the long run: RankError where ranks differ.
+        `ranks` are those that run it; empty if this rank does not take part. Any two ranks must run the programs that
+        both take part in in the same order, with the same `numbers`. They compare that at calls 4, 8, 16, …, which
+        costs little in the long run. Raises RankError where ranks differ.
         """
-        self.turns.resume(self.meetings.check_same)
+        self.order_lock.resume(self.rendezvous.check_same)
         CLOCK.now += 1
         self.activity = activity
         if len(ranks) > 1 and self.calls.add(ranks, f"{numbers}{activity.name}"):
-            self.meetings.check_order(self.calls, ranks)
+            self.rendezvous.check_order(self.calls, ranks)
 
     def raise_if_failed(self, what: str = "leaving") -> None:
         """Raises RankError if a peer has published a failure; `what` is what this rank is about to do."""
         failure = within(1.0, lambda: published(self.store))
         if failure is None or failure.rank == self.rank:
             return
-        scene = self.scene()
-        gone = [] if failure.primary else lost(scene)
+        context = self.failure_context()
+        gone = [] if failure.primary else lost(context)
         if gone:  # This rank knows itself what the other rank reports.
-            raise connection_lost(scene, what, gone, "a peer is gone", 0.0)
-        raise peer_failed(scene, what, failure)
+            raise connection_lost(context, what, gone, "a peer is gone", 0.0)
+        raise peer_failed(context, what, failure)
 
     def check(self, work: Work) -> None:
-        """Raises RankError where it is in vain to wait for a collective.
+        """Raises RankError if a collective cannot complete.
 
-        Then a peer has published a failure, or its process has ended. gloo does not always notice a connection that
-        breaks while a collective begins, so processes are looked at, too. A peer counts as ended when two looks in a
-        row find it gone without a good-bye: until then it may still publish why.
+        That is so if a peer has published a failure, or its process has ended. gloo does not always notice a connection
+        that breaks while a collective begins, so processes are checked as well. A peer counts as ended if two checks in
+        a row find it gone without a good-bye: until then it may still publish the reason.
         """
         self._check(str(work), work.group.ranks, work.start)
 
     def is_patient(self, work: Work) -> bool:
-        """Whether a collective that takes longer than the limit waits for a rank that plans."""
-        return awaits_a_plan(self.scene(), work.group.ranks)
+        """Whether a collective that exceeds the limit waits for a rank that is planning."""
+        return awaits_a_plan(self.failure_context(), work.group.ranks)
 
     def _check(self, what: str, ranks: Sequence[int], start: float) -> None:
         self.raise_if_failed(what)
         gone = [rank for rank in self._peers.gone(ranks) if rank != self.rank]
         before, self._gone = self._gone, set(gone)
-        if before.intersection(gone) and set(lost(self.scene())).intersection(gone):
-            raise failed(self.scene(), what, ranks, ConnectionError("a peer is gone"), start)
+        if before.intersection(gone) and set(lost(self.failure_context())).intersection(gone):
+            raise failed(self.failure_context(), what, ranks, ConnectionError("a peer is gone"), start)
 
     def _check_pending(self, pending: Pending) -> None:
-        """Raises RankError where it is in vain to wait for what a device was given, RankTimeout after the limit."""
+        """Raises RankError if pending work of a device cannot complete, RankTimeout after the limit."""
         what, trouble, after = str(pending.what), pending.trouble(), seconds_since(pending.start)
         if trouble:
-            raise connection_lost(self.scene(), what, pending.ranks, trouble, after)
+            raise connection_lost(self.failure_context(), what, pending.ranks, trouble, after)
         self._check(what, pending.ranks, pending.start)
-        if after > self.limit and not awaits_a_plan(self.scene(), pending.ranks):
-            raise timed_out(self.scene(), what, pending.ranks, after)
+        if after > self.limit and not awaits_a_plan(self.failure_context(), pending.ranks):
+            raise timed_out(self.failure_context(), what, pending.ranks, after)
 
     def _end(self, error: RankError) -> None:
-        """End this process by an error that cannot be raised: its main thread may be in a wait that has no end."""
+        """End this process with an error that cannot be raised: its main thread may be blocked."""
         if not ending.acquire(blocking=False):
             return  # The main thread ends it.
         frame = main_thread_frame()
         error.where = error.where or (None if frame is None else line_in_script(frame))
         self.publish_failure(error)
         print(f"rank {self.rank}: {error}", file=sys.stderr, flush=True)
-        # Without its connections the device would go on, and the main thread with numbers that are not there.
+        # If the connections were broken, the main thread would go on with results that never arrived.
         self.depart(error, abort=False)
         end_at_once(code_of(error))
 
     def explain(self, work: Work, error: BaseException) -> RankError:
-        """The error to raise for a backend's error in `work`: who failed or did not arrive, if known."""
-        return failed(self.scene(), str(work), work.group.ranks, error, work.start)
+        """The error to raise for a backend's error in `work`; it names the rank that failed, if known."""
+        return failed(self.failure_context(), str(work), work.group.ranks, error, work.start)
 
-    def scene(self) -> Scene:
-        """What this rank knows, for errors that name the rank at fault."""
+    def failure_context(self) -> FailureContext:
+        """What this rank knows, for errors that name the failed rank."""
         host = None if self.place.agent_store or self.place.source == DEFAULT_GROUP else 0
-        return Scene(self.rank, self.store, host, self.limit, self._peers, self.all_ranks)
+        return FailureContext(self.rank, self.store, host, self.limit, self._peers, self.all_ranks)
 
     def publish_failure(self, error: BaseException) -> None:
-        """Let the peers know why this rank is about to die: its traceback will be in their errors."""
+        """Publish why this rank fails: the errors of its peers will show its traceback."""
         if self._store is not None:
             within(1.0, lambda: publish(self.store, self.rank, error))
 
     def depart(self, error: BaseException, abort: bool = True) -> None:
-        """After a failure, tell the peers that this rank leaves, and with `abort` break the connections.
+        """After a failure, tell the peers that this rank leaves; with `abort`, break the connections.
 
-        If it serves the store, it stays while they read from it.
+        A rank that serves the store stays until they have read it.
         """
         if self._store is None:
             return
@@ -312,18 +321,17 @@ class World:
             within(_LINGER, lambda: self._await_others(_LINGER, lambda: None, gone))
 
     def leave(self) -> None:
-        """At a normal exit, let go of the other ranks and end all threads but Python's own.
+        """At a normal exit, disconnect from the other ranks and end all threads but Python's own.
 
-        A thread that comes back from torch into an interpreter that is being finalised ends the process by SIGABRT. It
-        may be one of the script's that executes, or one of gloo's, which lets go of tensors only after it has said that
-        they are there.
+        A thread that returns from torch while the interpreter is finalised ends the process with SIGABRT. It may be a
+        thread of the script that executes, or one of gloo's, which drops tensors only after it has reported them.
         """
         if self._responder is None or os.getpid() != self._process:
             return
         responder, self._responder = self._responder, None
-        self._say("left", news.FINISHED)
-        turns = (self.turns, self.checkpoints)
-        busy = [f"a thread that calls {one.doing}" for one in turns if not one.end(self.limit)]
+        self._say("left", exit_page.FINISHED)
+        locks = (self.order_lock, self.checkpoint_lock)
+        busy = [f"a thread that calls {lock.doing}" for lock in locks if not lock.end(self.limit)]
         # A peer that still waits for this rank notices now, and not only when the process ends.
         for group in self._groups.values():
             group.leave()
@@ -331,7 +339,7 @@ class World:
         if hosts_store(self.place):
             self._serve_to_the_end()
         silent = [] if responder.stop(self.limit) else [STORE]
-        self.watch.stop(self.limit)
+        self.watchdog.stop(self.limit)
         left = {*busy, *silent, *left_running(self.limit)}
         if left:
             what = " and ".join(sorted(left))
@@ -339,23 +347,20 @@ class World:
             end_at_once(1)
 
     def _say(self, what: str, how: str = "") -> None:
-        """Tell through the store that this rank has left the job ("left"), or is done with the store ("done")."""
+        """Report in the store that this rank has left the job ("left"), or no longer needs the store ("done")."""
         within(1.0, lambda: self.store.set(f"{what}/{self.rank}", how))
 
     def _serve_to_the_end(self) -> None:
-        """Serve the store until the other ranks are done with it, as long as one that is not answers.
-
-        It may have more to do: definitions in which this rank has no part.
-        """
+        """Serve the store while a rank that still needs it answers: it may run definitions without this rank."""
         left: Sequence[int] | None = ()
         while left is not None:
             left = within(self.limit + 1, lambda: self._await_others(self.limit, self.raise_if_failed))
             answers = roll_call(self.store, left) if left else None
-            if not answers or {*answers.values()} <= {None, news.FINISHED, FAILED}:
+            if not answers or {*answers.values()} <= {None, exit_page.FINISHED, FAILED}:
                 return
 
     def _await_others(self, limit: float, check: Callable[[], None], gone: Sequence[int] = ()) -> Sequence[int]:
-        """Wait until the ranks that have joined are done with the store, or have ended; returns those that are left."""
+        """Wait until the ranks that have joined no longer need the store, or have ended; returns the others."""
         joined = [rank for rank in self.all_ranks if rank not in gone and self.store.check([f"joined/{rank}"])]
         self._peers.remember(joined)
         until = time.monotonic() + limit
@@ -378,6 +383,6 @@ def _in_default_group() -> bool:
 
 
 def _default_group_place() -> Environment:
-    """The place of a rank that knows its peers by a call of init_process_group alone."""
+    """The environment of a rank that was set up by init_process_group alone."""
     size = dist.get_world_size()
     return Environment(DEFAULT_GROUP, dist.get_rank(), size, dist.get_rank(), size)

@@ -25,26 +25,26 @@ from ..sharding.value import Sharding
 SALT, SEED, OFFSET = 11, 5, 2
 
 
-def torch_dtype(kind: TensorType) -> torch.dtype:
-    return getattr(torch, kind.dtype.value)
+def torch_dtype(ttype: TensorType) -> torch.dtype:
+    return getattr(torch, ttype.dtype.value)
 
 
 def fill(
-    kind: TensorType, values: Sequence[float] | None, domain: tuple[float, float] | None, made: torch.Generator
+    ttype: TensorType, values: Sequence[float] | None, domain: tuple[float, float] | None, made: torch.Generator
 ) -> torch.Tensor:
     """A tensor of this type: the given values repeated, or random numbers from the domain."""
-    dtype = torch_dtype(kind)
+    dtype = torch_dtype(ttype)
     if values is not None:
-        return torch.tensor(list(itertools.islice(itertools.cycle(values), kind.numel))).to(dtype).reshape(kind.shape)
+        return torch.tensor(list(itertools.islice(itertools.cycle(values), ttype.numel))).to(dtype).reshape(ttype.shape)
     if dtype == torch.bool:
-        return torch.rand(kind.shape, generator=made) < 0.5
-    if kind.dtype.category is Category.INTEGER:
-        return torch.randint(1, 7, kind.shape, generator=made).to(dtype)
-    if domain is not None and kind.dtype.category is Category.FLOAT:
-        unit = torch.rand(kind.shape, dtype=torch.float64, generator=made)
+        return torch.rand(ttype.shape, generator=made) < 0.5
+    if ttype.dtype.category is Category.INTEGER:
+        return torch.randint(1, 7, ttype.shape, generator=made).to(dtype)
+    if domain is not None and ttype.dtype.category is Category.FLOAT:
+        unit = torch.rand(ttype.shape, dtype=torch.float64, generator=made)
         return (unit * (domain[1] - domain[0]) + domain[0]).to(dtype)
-    wide = torch.complex64 if kind.dtype.category is Category.COMPLEX else torch.float32
-    return torch.randn(kind.shape, dtype=wide, generator=made).to(dtype)
+    wide = torch.complex64 if ttype.dtype.category is Category.COMPLEX else torch.float32
+    return torch.randn(ttype.shape, dtype=wide, generator=made).to(dtype)
 
 
 def operands_of(call: Call, sample: Sample, seed: int = 0) -> list[torch.Tensor]:

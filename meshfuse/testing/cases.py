@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..dtypes import Category
-from ..errors import DefinitionError, KernelError, told
+from ..errors import DefinitionError, KernelError, error_text
 from ..mesh import DeviceMesh
 from ..ops.binding import make_call
 from ..ops.local import LocalCall
@@ -138,7 +138,7 @@ def type_problem(op: OpDef, sample: Sample) -> str | None:
     try:
         found = computed(call, operands_of(call, sample))
     except Exception as error:
-        return report(op, call, "the lowering fails on whole operands", [("error", told(error))],
+        return report(op, call, "the lowering fails on whole operands", [("error", error_text(error))],
                       "Make infer refuse such a call, or the lowering take it.")  # fmt: skip
     problem = _results_problem(op, call, found)
     if problem is not None:
@@ -156,7 +156,7 @@ def sizes_problem(op: OpDef, sample: Sample) -> str | None:
         call = make_call(op, sample)
         found = whole(call, operands_of(call, sample))
     except KernelError as error:  # a torch_op's function has returned something else than its rule says
-        return report(op, call, "the type rule is wrong", [("error", told(error))], _CORRECT_TYPES)
+        return report(op, call, "the type rule is wrong", [("error", error_text(error))], _CORRECT_TYPES)
     except Exception:
         return None
     return _results_problem(op, call, found)
@@ -164,14 +164,14 @@ def sizes_problem(op: OpDef, sample: Sample) -> str | None:
 
 def _results_problem(op: OpDef, call: Call, found: Sequence[Any]) -> str | None:
     """Compare what the lowering gives with the type rule."""
-    for place, (tensor, kind) in enumerate(zip(found, call.results, strict=True)):
+    for place, (tensor, ttype) in enumerate(zip(found, call.results, strict=True)):
         if not isinstance(tensor, torch.Tensor):
             return report(op, call, f"the lowering gives no tensor as result {place}",
                           [("found", f"{tensor!r} ({type(tensor).__name__})")],
                           "Return a tensor for each result of the rule.")  # fmt: skip
-        if (tuple(tensor.shape), tensor.dtype) != (kind.shape, torch_dtype(kind)):
+        if (tuple(tensor.shape), tensor.dtype) != (ttype.shape, torch_dtype(ttype)):
             facts = [("found", f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} from the lowering"),
-                     ("expected", f"{kind.dtype.value}{list(kind.shape)} by infer")]  # fmt: skip
+                     ("expected", f"{ttype.dtype.value}{list(ttype.shape)} by infer")]  # fmt: skip
             return report(op, call, f"the type rule is wrong about result {place}", facts,
                           _CORRECT_TYPES)  # fmt: skip
     return None
@@ -198,7 +198,7 @@ def stride_problem(op: OpDef, sample: Sample, call: Call) -> str | None:
         try:
             wrong = wrong_results(whole(call, spread), whole(call, operands), tolerance(call))
         except Exception as error:
-            wrong = (0, (), f"it fails: {told(error)}")
+            wrong = (0, (), f"it fails: {error_text(error)}")
         if wrong is not None:
             return report(op, call, "the lowering is wrong on operands that are not row-major in memory",
                           [("strides", ", ".join(str(list(t.stride())) for t in spread)), ("wrong", wrong[2])],
@@ -226,13 +226,13 @@ def rule_problem(op: OpDef, call: Call) -> str | None:
         if len(tensors) != len(types) or any(len(d) != t.ndim for d, t in zip(tensors, types, strict=False)):
             return report(op, call, f"the factor rule has other {name}s than the call", [("rule", str(rule))],
                           "Give every tensor one tuple of factors per dim.")  # fmt: skip
-        for place, (dims, kind) in enumerate(zip(tensors, types, strict=True)):
+        for place, (dims, ttype) in enumerate(zip(tensors, types, strict=True)):
             for d, factors in enumerate(dims):
                 size = math.prod(rule.factors[f].size for f in factors)
                 short = len(factors) > 1 and rule.factors[factors[-1]].kind is FactorKind.BLOCK  # blocks may be
-                if size < kind.shape[d] or (size > kind.shape[d] and not short):
+                if size < ttype.shape[d] or (size > ttype.shape[d] and not short):
                     return report(op, call, f"the factors of dim {d} of {name} {place} make up {size}, not its size",
-                                  [("rule", str(rule)), ("found", str(size)), ("expected", str(kind.shape[d]))],
+                                  [("rule", str(rule)), ("found", str(size)), ("expected", str(ttype.shape[d]))],
                                   "Correct the factors' sizes or their places.")  # fmt: skip
     return None
 

@@ -39,13 +39,13 @@ def _scalar(fd: FusionDefinition, ref: Any) -> Any:
 
 def _values(fd: FusionDefinition, ref: TensorRef, limits: dict[int, int], made: torch.Generator) -> torch.Tensor:
     dtype, example = fd.recording.tensors[ref.id].type.dtype, examples_of(fd).get(ref.id)
-    kind = TensorType(_known_shape(fd, ref), dtype)
+    ttype = TensorType(_known_shape(fd, ref), dtype)
     if example is not None and (example.values is not None or example.domain is not None):
-        return fill(kind, example.values, example.domain, made)
-    low, high = (0, limits.get(ref.id, 5)) if kind.dtype.category < Category.FLOAT else (-3, 5)
-    dtype, high = torch_dtype(kind), 2 if kind.dtype is DataType.Bool else high
-    found = torch.randint(low, high, kind.shape, generator=made).to(dtype)
-    return found + 1j * torch.randint(low, high, kind.shape, generator=made) if dtype.is_complex else found
+        return fill(ttype, example.values, example.domain, made)
+    low, high = (0, limits.get(ref.id, 5)) if ttype.dtype.category < Category.FLOAT else (-3, 5)
+    dtype, high = torch_dtype(ttype), 2 if ttype.dtype is DataType.Bool else high
+    found = torch.randint(low, high, ttype.shape, generator=made).to(dtype)
+    return found + 1j * torch.randint(low, high, ttype.shape, generator=made) if dtype.is_complex else found
 
 
 def shapes_for(fd: FusionDefinition) -> list[tuple[int, ...]]:

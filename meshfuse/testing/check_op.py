@@ -24,7 +24,7 @@ from hypothesis.errors import HypothesisException, NoSuchExample
 
 from ..argument_checks import as_int
 from ..dtypes import Category, DataType
-from ..errors import MeshfuseError, caller_line, located, shown, told, user_error
+from ..errors import MeshfuseError, caller_line, error_text, located, shown, user_error
 from ..fusion_definition import FusionDefinition
 from ..ops.binding import make_call
 from ..ops.opdef import Call, OpDef, Sample
@@ -43,10 +43,10 @@ from .cases import (
     window_problem,
     wrong_results,
 )
+from .concat_distributive import concat_problem
 from .defined import Annotated, defined_problem, form_cases, unsharded
 from .layouts import MOST_RANKS, dim_layouts, meshes
 from .parts import ways
-from .pieced import pieced_problem
 
 C = TypeVar("C")
 _CHECKS = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
@@ -94,7 +94,7 @@ def _told(op: OpDef) -> Iterator[None]:
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise AssertionError(
-            f"{op.name}: the record cannot be worked with\n  error      {told(error)}\n"
+            f"{op.name}: the record cannot be worked with\n  error      {error_text(error)}\n"
             f"  at         {os.path.basename(last.filename)}:{last.lineno}: {last.line}\n"
             "  what to do Look at the function of the record that this is raised in, or whose result it works on."
         ) from error
@@ -137,7 +137,7 @@ def _check(op: OpDef, given: Sequence[Sample], max_examples: int, max_ranks: int
             _raise(defined_problem(op, case, known))
     _search(annotated_calls(op, given, max_ranks), lambda case: defined_problem(op, case), -(-max_examples // 10))
     for sample in given:
-        _raise(pieced_problem(op, sample) or gradient_problem(op, sample))
+        _raise(concat_problem(op, sample) or gradient_problem(op, sample))
     for adjoint in op.adjoints:
         samples = [_of_adjoint(op, sample) for sample in given if _is_float(make_call(op, sample))]
         samples = [sample for sample in samples if _is_float(make_call(adjoint, sample))]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..compiler import CompiledProgram, compile_sharded
-from ..errors import SourceLine, told
+from ..errors import SourceLine, error_text
 from ..execution import Execution
 from ..executor.arguments import Inputs
 from ..fusion_definition import FusionDefinition
@@ -59,11 +59,11 @@ def form_cases(op: OpDef, sample: Sample) -> Iterator[Annotated]:
     if not call.has_form:
         return
     rule = op.rule(call)
-    for operand, (dims, kind) in enumerate(zip(rule.operands, call.types, strict=True)):
+    for operand, (dims, ttype) in enumerate(zip(rule.operands, call.types, strict=True)):
         for d, factors in enumerate(dims):
             if any(rule.factors[f].kind is FactorKind.BLOCK for f in factors):
-                for mesh, layout in _blockings(kind.shape[d]):
-                    layouts = tuple(layout if e == d else () for e in range(kind.ndim))
+                for mesh, layout in _blockings(ttype.shape[d]):
+                    layouts = tuple(layout if e == d else () for e in range(ttype.ndim))
                     form = blocked(operand, d, layout)
                     if _has_form(op, sample, form):
                         yield Annotated(sample, mesh, {operand: layouts}, form)
@@ -117,7 +117,7 @@ def defined_problem(op: OpDef, case: Annotated, known: Sequence[torch.Tensor] | 
     try:
         found = _definition(op, case, True).simulate(operands, check_replicas=True)
     except Exception as error:
-        return _report(op, case, told(error))
+        return _report(op, case, error_text(error))
     wrong = wrong_results(found, wanted, tolerance(call))
     return None if wrong is None else _report(op, case, wrong[2])
 

@@ -8,26 +8,20 @@ from hypothesis import strategies as st
 
 from ..definition.tensor_view import TensorView
 from ..dtypes import Category, DataType
-from ..ops import OPS, pointwise
+from ..ops import OPS
 from ..ops.binding import make_call
 from ..ops.opdef import OpDef, Sample
-from ..ops.products import is_nvidia_only
+from ..ops.pointwise import pointwise_rule
 from ..ops.registry import find
+from ..ops.scaled_products import is_nvidia_only
 from ..ops.values import ParamKind, TensorType
 from .examples import Example
 from .writer import KINDS, Block, DefinitionWriter, Var, joint
 
 RUNNABLE = tuple(name for name, op in OPS.items() if not is_nvidia_only(op))
-# Pointwise ops whose value jumps: only exactly equal operands give equal results.
-_JUMPING = (
-    "ceil floor round sign trunc frac logical_not isfinite isinf isnan isneginf isposinf isreal signbit remainder fmod "
-    "mod nextafter logical_and logical_or eq ne lt le gt ge atan2 threshold div bitwise_not"
-)
-_JUMPS = frozenset(_JUMPING.split())
-# Of the other ops with numbers in a tensor's place none broadcasts its operands.
 _POINTWISE = tuple(
-    op.name for op in pointwise.OPS
-    if op.name in RUNNABLE and op.params and op.params[0].kind is ParamKind.TENSOR_OR_SCALAR
+    name for name, op in OPS.items()
+    if op.rule is pointwise_rule and op.params[0].kind is ParamKind.TENSOR_OR_SCALAR
 )  # fmt: skip
 
 
@@ -57,23 +51,23 @@ def _call_sample(w: DefinitionWriter, op: OpDef, sample: Sample) -> None:
         add_result(w, tv, kind)
 
 
-def _operand(w: DefinitionWriter, op: OpDef, kind: TensorType, sample: Sample, place: int) -> TensorView:
+def _operand(w: DefinitionWriter, op: OpDef, ttype: TensorType, sample: Sample, place: int) -> TensorView:
     """A tensor of the program whose values are the same on every mesh to the last digit, or a new input."""
     values = sample.values.get(place)
     free = values is None and op.domain is None
-    found = w.pick(lambda v: v.exact and v.bound <= 8 and v.tv.dtype is kind.dtype and v.shape == kind.shape)
+    found = w.pick(lambda v: v.exact and v.bound <= 8 and v.tv.dtype is ttype.dtype and v.shape == ttype.shape)
     if free and found is not None and w.flag():
         return found.tv
-    example = Example(kind.shape, values, None if values is not None else op.domain or (0, 4))
-    return w.input(kind.shape, KINDS[kind.dtype.category], dtype=kind.dtype, example=example).tv
+    example = Example(ttype.shape, values, None if values is not None else op.domain or (0, 4))
+    return w.input(ttype.shape, KINDS[ttype.dtype.category], dtype=ttype.dtype, example=example).tv
 
 
-def add_result(w: DefinitionWriter, tv: TensorView, kind: TensorType) -> None:
+def add_result(w: DefinitionWriter, tv: TensorView, ttype: TensorType) -> None:
     """Add a result of any size: real ones are made small, and complex ones are only used as outputs."""
-    if kind.dtype is DataType.UInt64 or kind.dtype.category is Category.COMPLEX:
+    if ttype.dtype is DataType.UInt64 or ttype.dtype.category is Category.COMPLEX:
         return
-    name = KINDS[kind.dtype.category]
-    made = w.add(tv, kind.shape, name, 1.0 if name != "int" else 64.0, name != "float")
+    name = KINDS[ttype.dtype.category]
+    made = w.add(tv, ttype.shape, name, 1.0 if name != "int" else 64.0, name != "float")
     if name == "float":
         w.like(made, "tanh", bound=1.0, exact=False)
 
@@ -103,7 +97,7 @@ def _pointwise_argument(
     thin = arg.shape[0] == 1
     shape = tuple(1 if thin and d == 0 else n for d, n in enumerate(lead.shape))
     shapes.append(shape)
-    if arg.dtype.category is not Category.FLOAT or op.name in _JUMPS or thin:
+    if arg.dtype.category is not Category.FLOAT or op.jumps or thin:
         domain = None if arg.dtype.category is Category.FLOAT and op.domain is None else op.domain or (1, 7)
         example = Example(shape, None, domain) if domain else None
         return w.input(shape, KINDS[arg.dtype.category], dtype=arg.dtype, example=example).tv

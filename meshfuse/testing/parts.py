@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import told
+from ..errors import error_text
 from ..mesh import DeviceMesh
 from ..ops.local import LocalCall
 from ..ops.opdef import Call
@@ -203,7 +203,7 @@ class Sharded:
             return run_lowering(local, cut)
         except Exception as error:
             shapes = ", ".join(str(list(t.shape)) for t in cut)
-            raise Wrong(f"the lowering fails on shards of shapes {shapes}: {told(error)}", rank) from error
+            raise Wrong(f"the lowering fails on shards of shapes {shapes}: {error_text(error)}", rank) from error
 
     def _cut(self, operands: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
         out = []

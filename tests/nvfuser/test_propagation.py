@@ -64,8 +64,8 @@ def compiled(name: str) -> tuple[mf.FusionDefinition, list[Plan]]:
 
     tensors = plans.PROGRAMS[name](fd, split)
     fd.add_output(tensors[-1])
-    homes = fd.compile().sharded.homes
-    return fd, [(tuple(map(bool, homes[t.id].dims)), bool(homes[t.id].partial)) for t in tensors]
+    shardings = fd.compile().sharded.shardings
+    return fd, [(tuple(map(bool, shardings[t.id].dims)), bool(shardings[t.id].partial)) for t in tensors]
 
 
 @pytest.mark.parametrize("name", [name for name in plans.PROGRAMS if name not in IN_PARTS])

@@ -42,8 +42,8 @@ def run(notes: Callable[..., None], shapes: list[list[int]]) -> None:
     """Execute twice on this rank; compare its shard with torch and the products with the expected shapes."""
     ranks, rank = mf.World.current().size, mf.World.current().rank
     fd, a, b = linear(ranks, notes)
-    homes = fd.compile().sharded.homes
-    found, seen = products(fd, [shard(a, homes[0], rank), shard(b, homes[1], rank)])
+    shardings = fd.compile().sharded.shardings
+    found, seen = products(fd, [shard(a, shardings[0], rank), shard(b, shardings[1], rank)])
     torch.testing.assert_close(found, shard(F.linear(a, b), fd.output_shardings()[0], rank))
     assert seen == shapes, (seen, shapes)
 

@@ -313,7 +313,7 @@ def on_rank_digest(same: bool) -> str:
 
     world = World.current()
     try:
-        world.meetings.check_same("abc" if same or world.rank != 2 else "def", "the program", world.all_ranks)
+        world.rendezvous.check_same("abc" if same or world.rank != 2 else "def", "the program", world.all_ranks)
     except RankError as error:
         return str(error)
     return "same"

@@ -266,16 +266,16 @@ def on_rank_free_output(rows: int, width: int) -> tuple[Any, ...]:
     inputs = [distributed(numbers(rows, 16), mesh, "1"), distributed(numbers(width, 16), mesh, "1")]
     fd = linear_of(*inputs)
     fd.execute([value.to_local() for value in inputs])
-    home = str(fd.latest().output_shardings()[0])
+    sharding = str(fd.latest().output_shardings()[0])
     (out,) = fd.execute(inputs)
-    return home, *told(out)
+    return sharding, *told(out)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(6, 12), (8, 8), (64, 48)])
 def test_a_free_output_lies_where_placements_can_say_it(ranks4, rows, width):
     """On shards it lies in parts of the axis, which no placements say: for DTensors the program is planned again."""
     reference = F.linear(numbers(rows, 16), numbers(width, 16))
-    for home, letters, whole, _ in ranks4.run(on_rank_free_output, rows, width):
+    for sharding, letters, whole, _ in ranks4.run(on_rank_free_output, rows, width):
         torch.testing.assert_close(whole, reference, rtol=1e-12, atol=1e-12)
-        assert ":" in home
+        assert ":" in sharding
         assert letters in ("0", "1")

@@ -42,7 +42,7 @@ def test_a_job_that_may_write_no_file_ends_well(tmp_path):
 
 @pytest.mark.parametrize("started", range(3))
 def test_a_process_that_cannot_be_started_leaves_no_file_open(tmp_path, monkeypatch, started):
-    """The keeper, the first rank, the second: a caller of `run` goes on."""
+    """The reaper, the first rank, the second: a caller of `run` goes on."""
     script, real, left = tmp_path / "script.py", subprocess.Popen, [None] * started
     script.write_text("import time\ntime.sleep(60)")
 

@@ -239,15 +239,15 @@ def test_signals_that_the_launcher_is_to_ignore_end_nothing(tmp_path, number):
         assert process.wait(30) == 0
 
 
-def test_a_job_outlives_its_keeper(tmp_path):
+def test_a_job_outlives_its_reaper(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import pathlib, sys, time\npathlib.Path(sys.argv[1], 'there').touch()\ntime.sleep(1)")
     words = [*LAUNCHER, "--ranks", "1"]
     with launched(script, *words, args=[str(tmp_path)], stderr=subprocess.PIPE) as process:
         assert wait_until((tmp_path / "there").exists)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        (keeper,) = [pid for pid in children if "orphan_reaper.py" in Path(f"/proc/{pid}/cmdline").read_text()]
-        os.kill(int(keeper), signal.SIGKILL)
+        (reaper,) = [pid for pid in children if "orphan_reaper.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+        os.kill(int(reaper), signal.SIGKILL)
         assert process.wait(30) == 0 and process.stderr.read() == b""
 
 
@@ -500,7 +500,7 @@ def test_one_process_opens_no_socket(job):
     tensor = torch.ones(3)
     group.all_reduce(tensor).wait()
     world.barrier()
-    world.meetings.check_same("a", "the program", (0,))
+    world.rendezvous.check_same("a", "the program", (0,))
     print(world.rank, world.size, tensor.tolist())
     """
     done = job(script, real=True)

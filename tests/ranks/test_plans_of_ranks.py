@@ -219,11 +219,11 @@ def test_a_rank_that_is_ended_while_it_plans_says_so(tmp_path: Path) -> None:
 def test_few_plans_are_left_in_the_store(tmp_path: Path) -> None:
     script = """
 fds = [layer(op=op) for op in "relu abs exp sin cos tanh sqrt floor ceil erf sinh cosh tan".split()]
-keys, real_text = [], world.handing.text
+keys, real_text = [], world.handover.text
 def noted(key, *more):
     keys.append(key)
     return real_text(key, *more)
-world.handing.text = noted
+world.handover.text = noted
 for fd in fds:
     run(fd)
 world.barrier()

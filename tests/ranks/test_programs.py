@@ -235,7 +235,7 @@ def on_rank_bytes(name: str) -> tuple[float, dict[tuple[str, str], float], list[
     shards = cut(fd, case.inputs())
     with ByteCounter(Group) as counter:
         fd.execute([*shards, *case.scalars])
-    told = {(c.tensor, c.move): c.wire for c in fd.host_program(world.rank).communications}
+    told = {(c.tensor, c.step): c.wire for c in fd.host_program(world.rank).communications}
     return counter.total, told, [entry.wire for entry in fd.bill().entries]
 
 

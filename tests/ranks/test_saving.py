@@ -134,7 +134,7 @@ def work(name):
         mf.save(path + name, {{"w": (shards[0], x)}})
     except (mf.ArgumentError, mf.RankError) as error:
         print(type(error).__name__, error, flush=True)
-        world.checkpoints.check()
+        world.checkpoint_lock.check()
 
 """
 

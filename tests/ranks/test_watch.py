@@ -12,7 +12,7 @@ from rank_pool import START, run_bare
 
 from meshfuse.errors import RankError
 from meshfuse.runtime import device_watchdog as watch
-from meshfuse.runtime.device_watchdog import Pending, Watch, is_watched, unwatched
+from meshfuse.runtime.device_watchdog import DeviceWatchdog, Pending, is_watched, unwatched
 
 pytestmark = pytest.mark.ranks
 
@@ -23,7 +23,7 @@ STUCK = (
 from meshfuse.runtime.device_watchdog import Pending
 if world.rank == 1: {peer}
 begun = time.monotonic()
-world.watch.put(Pending("all_reduce #9 of group tp", (0, 1), lambda: {done}, lambda: "{trouble}"))
+world.watchdog.put(Pending("all_reduce #9 of group tp", (0, 1), lambda: {done}, lambda: "{trouble}"))
 time.sleep({seconds})
 """
 )
@@ -83,7 +83,7 @@ def test_an_error_is_taken_back_where_the_device_went_on_since(late: str, hasty:
             judged.set()
             raise RankError(f"{found.what} is in vain")
 
-    made = Watch(judge, ended.append)
+    made = DeviceWatchdog(judge, ended.append)
     made.put(pending(done.is_set))
     assert judged.wait(20)
     made.stop(20)
@@ -91,7 +91,7 @@ def test_an_error_is_taken_back_where_the_device_went_on_since(late: str, hasty:
 
 
 def test_nothing_is_asked_while_a_graph_is_captured(hasty: None) -> None:
-    asked, made = list[float](), Watch(lambda found: None, lambda error: None)
+    asked, made = list[float](), DeviceWatchdog(lambda found: None, lambda error: None)
     made.put(pending(lambda: asked.append(time.monotonic()) or False))
     while not asked:
         time.sleep(0.01)

@@ -56,7 +56,7 @@ class NvFuser:
         if task.segment is None:
             raise Unsupported("the kernel is a part of a segment, in a loop")
         types = dict(zip(parameters(task), map(_type_of, task.arguments), strict=True))
-        types = {name: kind for name, kind in types.items() if kind is not None}
+        types = {name: ttype for name, ttype in types.items() if ttype is not None}
         parts = partitioned_kernel(task.definition, task.segment, task.rank, task.kernel, types)
         steps = self._steps(task, parts)
         if all(step.reason for step in steps):

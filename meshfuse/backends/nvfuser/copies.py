@@ -124,16 +124,16 @@ class _Memory:
         return self._reduced(getattr(self._ops, _TERMS[reduce][0])(a.value, b.value), a.type)
 
     def fold(self, terms: Traced, reduce: str) -> Traced:
-        kind, value = TensorType(terms.type.shape[1:], terms.type.dtype), terms.value
-        if kind.dtype.is_reduced_float:  # Its kernels reduce nothing in half precision.
+        ttype, value = TensorType(terms.type.shape[1:], terms.type.dtype), terms.value
+        if ttype.dtype.is_reduced_float:  # Its kernels reduce nothing in half precision.
             value = self._ops.cast(value, self._dtype(DataType.Float))
-        return self._reduced(getattr(self._ops, _TERMS[reduce][1])(value, [0]), kind)
+        return self._reduced(getattr(self._ops, _TERMS[reduce][1])(value, [0]), ttype)
 
-    def _reduced(self, value: Any, kind: TensorType) -> Traced:
+    def _reduced(self, value: Any, ttype: TensorType) -> Traced:
         """The value in the type of its terms, which nvFuser may have widened."""
-        if kind.dtype.category is Category.BOOL:
+        if ttype.dtype.category is Category.BOOL:
             raise ToTorch("a reduction of Bool")
-        return Traced(self._fd, self._ops.cast(value, self._dtype(kind.dtype)), kind)
+        return Traced(self._fd, self._ops.cast(value, self._dtype(ttype.dtype)), ttype)
 
 
 def copied(

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...dtypes import DataType
+from ...ops.casts import COPIES
 from ...ops.local import LocalCall
 from ...ops.opdef import Call, ToTorch, count_tensors
-from ...ops.pointwise import COPIES, pointwise_rule
+from ...ops.pointwise import pointwise_rule
 from ...ops.values import REQUIRED, Param, ParamKind, ScalarRef, TensorRef, TensorType
 from ...sharding.layout import Runs
 
@@ -89,8 +90,8 @@ class NativeCall:
         wide = [self.ops.cast(t, self.dtype(DataType.Float)) if dtype.is_reduced_float else t for t, dtype in pairs]
         return replace(self, operands=wide)
 
-    def _as_declared(self, tensor: Any, kind: TensorType) -> Any:
-        return self.ops.cast(tensor, self.dtype(kind.dtype)) if kind.dtype.is_reduced_float else tensor
+    def _as_declared(self, tensor: Any, ttype: TensorType) -> Any:
+        return self.ops.cast(tensor, self.dtype(ttype.dtype)) if ttype.dtype.is_reduced_float else tensor
 
     def plain(self, **changed: Any) -> Any:
         """nvFuser's function of the op's name.

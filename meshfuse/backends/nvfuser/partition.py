@@ -53,8 +53,8 @@ def partitioned(segmented: SegmentedDefinition, segment: Segment, rank: int) -> 
     if len({reason is None for reason in reasons}) == 1:
         return (Partition.of(segment, _text(reasons)),)
     inner = list(dict.fromkeys(v for c in segment.computes for v in (*c.inputs, *c.outputs)))
-    kinds = dict(zip(inner, value_types(segmented, inner, rank), strict=True))
-    found = stages(segmented.resharded.graph, segment.computes, kinds, segment.outputs, reasons)
+    ttypes = dict(zip(inner, value_types(segmented, inner, rank), strict=True))
+    found = stages(segmented.resharded.graph, segment.computes, ttypes, segment.outputs, reasons)
     parts = [(Segment.of(segment.id, s.computes, set(s.outputs).__contains__), _text(s.reasons)) for s in found]
     return tuple(Partition.of(part, reason) for part, reason in parts)
 

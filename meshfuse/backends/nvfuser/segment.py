@@ -53,12 +53,12 @@ class _NativeBuilder:
         self._vals: dict[int, Any] = {}  # By number, so that what several expressions need is written once.
         self.divisions: frozenset[int] = frozenset()  # Ops that are products with a reciprocal.
 
-    def define(self, kind: TensorType, layout: MemoryLayout | None = None) -> Any:
+    def define(self, ttype: TensorType, layout: MemoryLayout | None = None) -> Any:
         """An input, dense and row-major where no layout is given; dims of size 1 are broadcast."""
-        flags = [None if n == 1 else True for n in kind.shape] if layout is None else layout.slowest_first()
+        flags = [None if n == 1 else True for n in ttype.shape] if layout is None else layout.slowest_first()
         order = [] if layout is None or layout.row_major else list(layout.order)
         return self.fd.define_tensor(
-            list(kind.shape), contiguity=flags, dtype=self.dtype(kind.dtype), stride_order=order
+            list(ttype.shape), contiguity=flags, dtype=self.dtype(ttype.dtype), stride_order=order
         )  # fmt: skip
 
     def dtype(self, dtype: DataType) -> Any:
@@ -185,10 +185,10 @@ def build_segment(
         scalars = tuple(builder.scalar_input(i) for i in scalar_inputs(graph, segment.computes))
         values.known.update(copied(fd, builder.dtype, done.unpacks, values.known))
         inner = dict.fromkeys(v for c in segment.computes for v in (*c.inputs, *c.outputs))
-        kinds = dict(zip(inner, value_types(segmented, list(inner), rank), strict=True))
+        ttypes = dict(zip(inner, value_types(segmented, list(inner), rank), strict=True))
         builder.divisions = softmax_divisions(graph, {c.node for c in segment.computes})
-        for step in steps(graph, segment.computes, kinds, set(segment.outputs)):
-            _compute(builder, graph, step, values, rank, [kinds[v] for v in step.compute.outputs])
+        for step in steps(graph, segment.computes, ttypes, set(segment.outputs)):
+            _compute(builder, graph, step, values, rank, [ttypes[v] for v in step.compute.outputs])
         made = {name for step in done.packs for name in effects(step).makes}
         read = {name for step in done.packs for name in effects(step).reads}
         for name in (read | {*done.gives}) - made:
@@ -201,8 +201,8 @@ def build_segment(
 
 
 def _no_copies(segmented: SegmentedDefinition, segment: Segment, rank: int) -> Copies:
-    kinds = value_types(segmented, segment.inputs, rank)
-    takes = {f"v{v}": kind for v, kind in zip(segment.inputs, kinds, strict=True)}
+    ttypes = value_types(segmented, segment.inputs, rank)
+    takes = {f"v{v}": ttype for v, ttype in zip(segment.inputs, ttypes, strict=True)}
     return Copies((), (), takes, tuple(f"v{v}" for v in segment.outputs))
 
 
@@ -230,11 +230,11 @@ class _Values:
         self.known, self._builder = known, builder
         self._narrow: dict[str, tuple[Narrow, TensorType]] = {}
 
-    def put(self, name: str, value: Narrow, kind: TensorType) -> None:
-        if value.shape == kind.shape:
-            self.known[name] = Traced(self._builder.fd, value.view, kind)
+    def put(self, name: str, value: Narrow, ttype: TensorType) -> None:
+        if value.shape == ttype.shape:
+            self.known[name] = Traced(self._builder.fd, value.view, ttype)
         else:
-            self._narrow[name] = (value, kind)
+            self._narrow[name] = (value, ttype)
 
     def narrow(self, name: str) -> Narrow:
         if name in self._narrow:
@@ -244,15 +244,15 @@ class _Values:
     def whole(self, name: str) -> Any:
         """The value with all its elements, repeated once for all that need them."""
         if name not in self.known:
-            value, kind = self._narrow[name]
+            value, ttype = self._narrow[name]
             fd = self._builder.fd
-            view = repeated_to(fd.ops, self._builder.dtype(DataType.Bool), value.view, kind.shape)
-            self.known[name] = Traced(fd, view, kind)
+            view = repeated_to(fd.ops, self._builder.dtype(DataType.Bool), value.view, ttype.shape)
+            self.known[name] = Traced(fd, view, ttype)
         return self.known[name].value
 
 
 def _compute(
-    builder: _NativeBuilder, graph: Graph, step: Step, values: _Values, rank: int, kinds: Sequence[TensorType]
+    builder: _NativeBuilder, graph: Graph, step: Step, values: _Values, rank: int, ttypes: Sequence[TensorType]
 ) -> None:
     """Puts an op's results among the values."""
     node = graph.nodes[step.compute.node]
@@ -260,8 +260,8 @@ def _compute(
         made = _made(builder, local_call(graph, step.compute, rank), step.takes, values)
     except ToTorch as reason:
         raise ToTorch(f"{node.name} ({node.line}): {reason}") from None
-    for name, value, kind in zip(step.gives, made, kinds, strict=True):
-        values.put(name, value, kind)
+    for name, value, ttype in zip(step.gives, made, ttypes, strict=True):
+        values.put(name, value, ttype)
 
 
 def _made(builder: _NativeBuilder, local: LocalCall, names: Sequence[str], values: _Values) -> Sequence[Narrow]:
@@ -278,10 +278,10 @@ def _made(builder: _NativeBuilder, local: LocalCall, names: Sequence[str], value
 def value_types(segmented: SegmentedDefinition, values: Sequence[int], rank: int) -> tuple[TensorType, ...]:
     """The local types of these values on a rank."""
     found = [segmented.resharded.values[v] for v in values]
-    kinds = [segmented.resharded.graph.tensors[value.tensor].type for value in found]
+    ttypes = [segmented.resharded.graph.tensors[value.tensor].type for value in found]
     return tuple(
-        TensorType(value.sharding.local_shape(kind.shape, rank), kind.dtype)
-        for value, kind in zip(found, kinds, strict=True)
+        TensorType(value.sharding.local_shape(ttype.shape, rank), ttype.dtype)
+        for value, ttype in zip(found, ttypes, strict=True)
     )
 
 

@@ -21,7 +21,7 @@ from ...graph import Graph
 from ...ops.opdef import Call
 from ...ops.values import TensorType
 from ...resharding import Compute
-from .unshared import LONGEST, PLAIN, is_pointwise
+from .unshared import LONGEST, is_pointwise
 
 _SMALL = 16  # A value of so many times fewer elements than another costs nothing beside it.
 _Run = tuple[list[Compute], list[str]]  # and why they are torch's
@@ -42,16 +42,16 @@ class Stage:
 def stages(
     graph: Graph,
     computes: Sequence[Compute],
-    kinds: Mapping[int, TensorType],
+    ttypes: Mapping[int, TensorType],
     outputs: Sequence[int],
     reasons: Sequence[str | None],
 ) -> list[Stage]:
     """The ops in an order in which all that they take is there; pointwise ops and views may be done several times.
 
-    kinds: the local types of all values that the ops take or give. reasons: why an op is torch's, None if it is
+    ttypes: the local types of all values that the ops take or give. reasons: why an op is torch's, None if it is
     nvFuser's.
     """
-    staging = _Staging(graph, computes, kinds, outputs, reasons)
+    staging = _Staging(graph, computes, ttypes, outputs, reasons)
     runs = [run for level in staging.run() for run in level.runs()]
     return _with_outputs(_joined(_alive(runs, outputs)), outputs)
 
@@ -116,11 +116,11 @@ class _Staging:
         self,
         graph: Graph,
         computes: Sequence[Compute],
-        kinds: Mapping[int, TensorType],
+        ttypes: Mapping[int, TensorType],
         outputs: Sequence[int],
         reasons: Sequence[str | None],
     ):
-        self.graph, self.computes, self.kinds, self.reasons = graph, computes, kinds, reasons
+        self.graph, self.computes, self.ttypes, self.reasons = graph, computes, ttypes, reasons
         fused = [c for c, reason in zip(computes, reasons, strict=True) if reason is None and len(c.outputs) == 1]
         self.views = {c.outputs[0]: c for c in fused if self._call(c).op.is_view}
         self.makers = {c.outputs[0]: c for c in fused if self._is_cheap(c)}
@@ -150,7 +150,7 @@ class _Staging:
 
     def _is_cheap(self, compute: Compute) -> bool:
         call = self._call(compute)
-        return is_pointwise(call) or call.op.name in PLAIN
+        return is_pointwise(call) or call.op.is_cheap
 
     def _call(self, compute: Compute) -> Call:
         return self.graph.nodes[compute.node].call
@@ -179,7 +179,7 @@ class _Staging:
         left, found = [compute], list[Compute]()
         while left:
             reader = left.pop()
-            size = max((self.kinds[v].numel for v in (*reader.inputs, *reader.outputs)), default=0)
+            size = max((self.ttypes[v].numel for v in (*reader.inputs, *reader.outputs)), default=0)
             again = [self.makers[v] for v in reader.inputs if self._is_done_again(v, number, size)]
             left += again
             found += again
@@ -196,7 +196,7 @@ class _Staging:
         """Whether a value is done again for an op on so many elements, which does not read it from memory then."""
         if self._is_constant(value):
             return True
-        if self.kinds[value].numel * _SMALL <= size:
+        if self.ttypes[value].numel * _SMALL <= size:
             return False
         if not self._pays(value):
             self.kept.add(value)
@@ -205,7 +205,7 @@ class _Staging:
 
     def _is_constant(self, value: int) -> bool:
         """Whether a value follows from nothing in memory, as a causal mask does."""
-        while value in self.makers and self._call(self.makers[value]).op.name in PLAIN:
+        while value in self.makers and self._call(self.makers[value]).op.is_cheap:
             if not (inputs := self.makers[value].inputs):
                 return True
             (value,) = inputs
@@ -214,11 +214,11 @@ class _Staging:
     def _pays(self, value: int) -> bool:
         """Whether to do an op again: for what is read of one value, or to keep its operand, which is smaller."""
         sources = self._sources(value)
-        own = self.kinds[value].nbytes
+        own = self.ttypes[value].nbytes
         if sources is not None and len(sources) <= 1:
-            return all(self.kinds[v].nbytes <= 2 * own for v in sources)
+            return all(self.ttypes[v].nbytes <= 2 * own for v in sources)
         large = [v for v in self.makers[value].inputs if not self._is_small(v, value)]
-        return len(large) == 1 and self.kinds[large[0]].nbytes < own
+        return len(large) == 1 and self.ttypes[large[0]].nbytes < own
 
     def _sources(self, value: int) -> set[int] | None:
         """The large values in memory that a value follows from; None where that takes too many ops."""
@@ -238,4 +238,4 @@ class _Staging:
         return (v for v in self.makers[made].inputs if not self._is_small(v, beside))
 
     def _is_small(self, value: int, beside: int) -> bool:
-        return self.kinds[value].numel * _SMALL <= self.kinds[beside].numel
+        return self.ttypes[value].numel * _SMALL <= self.ttypes[beside].numel

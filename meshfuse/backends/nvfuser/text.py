@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ...executor.bind import text_scope
 from ...graph import Graph
 from ...lowering.instructions import Kernel
 from ...lowering.kernel_text import dying, functions, scalar_params, scalar_text
 from ...lowering.op_text import OpText
 from ...lowering.segments import Segment, SegmentedDefinition
+from ..eager import text_scope
 from .partition import Partition
 
 

@@ -19,8 +19,6 @@ from ...ops.values import TensorType
 from ...resharding import Compute
 from .repeated import repeats
 
-# Ops that make nothing new of their operands, or make something of none: what is broadcast is mostly made by them.
-PLAIN = frozenset({"broadcast", "squeeze", "reshape", "permute", "slice", "set", "full", "iota", "triu"})
 LONGEST = 24  # Ops that are done again for one value, at most.
 
 
@@ -37,18 +35,18 @@ class Step:
     gives: tuple[str, ...]
 
 
-def steps(graph: Graph, computes: Sequence[Compute], kinds: Mapping[int, TensorType], outputs: set[int]) -> list[Step]:
+def steps(graph: Graph, computes: Sequence[Compute], ttypes: Mapping[int, TensorType], outputs: set[int]) -> list[Step]:
     """The ops in their order, with those before them that are done again.
 
-    kinds: the local types of all values that the ops take or give.
+    ttypes: the local types of all values that the ops take or give.
     """
-    return _Unsharing(graph, computes, kinds, outputs).run()
+    return _Unsharing(graph, computes, ttypes, outputs).run()
 
 
 class _Unsharing:
-    def __init__(self, graph: Graph, computes: Sequence[Compute], kinds: Mapping[int, TensorType], outputs: set[int]):
-        self.graph, self.computes, self.kinds, self.outputs = graph, computes, kinds, outputs
-        cheap = [c for c in computes if is_pointwise(self._call(c)) or self._call(c).op.name in PLAIN]
+    def __init__(self, graph: Graph, computes: Sequence[Compute], ttypes: Mapping[int, TensorType], outputs: set[int]):
+        self.graph, self.computes, self.ttypes, self.outputs = graph, computes, ttypes, outputs
+        cheap = [c for c in computes if is_pointwise(self._call(c)) or self._call(c).op.is_cheap]
         self.makers = {c.outputs[0]: c for c in cheap if len(c.outputs) == 1}
         self.readers = Counter(v for c in computes for v in c.inputs)
         others = (c for c in computes if c.outputs[0] not in self.makers and by_element(self._call(c)))
@@ -65,7 +63,7 @@ class _Unsharing:
     def _takes(self, compute: Compute) -> list[str]:
         if self._call(compute).op.rule is not pointwise_rule:
             return [f"v{v}" for v in compute.inputs]
-        size = max((self.kinds[v].numel for v in (*compute.inputs, *compute.outputs)), default=0)
+        size = max((self.ttypes[v].numel for v in (*compute.inputs, *compute.outputs)), default=0)
         own = [self._narrow(v) < size and self._is_shared(v) for v in compute.inputs]
         return [self._own(v) if alone else f"v{v}" for v, alone in zip(compute.inputs, own, strict=True)]
 
@@ -76,7 +74,7 @@ class _Unsharing:
         """Elements of a value that only stands for repeated ones, without the repeats."""
         while value in self.makers and repeats(self._call(self.makers[value])):
             (value,) = self.makers[value].inputs
-        return self.kinds[value].numel
+        return self.ttypes[value].numel
 
     def _is_shared(self, value: int) -> bool:
         """Whether a value that follows from nothing but what is in memory has several readers, or one before it has."""
