@@ -11,6 +11,7 @@ import numbers
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .errors import line_in_script, shown, user_error
 
@@ -94,36 +95,58 @@ def _doublings(n: int) -> int:
     return (n - 1).bit_length()
 
 
-def all_gather(link: Link, n: int, nbytes: float) -> float:
-    """Seconds until each of n ranks has all of a tensor of `nbytes`, of which each has 1/n.
+class Form(NamedTuple):
+    """A way to do a collective: how many messages a rank sends in turn, and how many of its tensor's bytes in all."""
 
-    By recursive doubling (Bruck's form where n is no power of two): a ring sends as much in more steps.
+    steps: int
+    share: float
+
+
+def all_gather_forms(n: int) -> tuple[Form, ...]:
+    """Of the whole tensor: recursive doubling (Bruck's form where n is no power of two); a ring sends as much."""
+    return (Form(_doublings(n), (n - 1) / n),)
+
+
+def reduce_scatter_forms(n: int) -> tuple[Form, ...]:
+    """Recursive halving."""
+    return (Form(_doublings(n), (n - 1) / n),)
+
+
+def all_reduce_forms(n: int) -> tuple[Form, ...]:
+    """A reduce-scatter and an all-gather (Rabenseifner's form; a ring in more steps), or recursive doubling.
+
+    The latter sends the whole tensor in each of half as many steps, which is faster for small ones.
     """
-    return link.seconds(_doublings(n), nbytes * (n - 1) / n)
+    return Form(2 * _doublings(n), 2 * (n - 1) / n), Form(_doublings(n), float(_doublings(n)))
+
+
+def all_to_all_forms(n: int) -> tuple[Form, ...]:
+    """One message to each (pairwise), or, faster for small tensors, Bruck's form: half of the tensor per step."""
+    return Form(n - 1, (n - 1) / n), Form(_doublings(n), _doublings(n) / 2)
+
+
+def _fastest(link: Link, forms: Iterable[Form], nbytes: float) -> float:
+    return min([link.seconds(form.steps, form.share * nbytes) for form in forms])
+
+
+def all_gather(link: Link, n: int, nbytes: float) -> float:
+    """Seconds until each of n ranks has all of a tensor of `nbytes`, of which each has 1/n."""
+    return _fastest(link, all_gather_forms(n), nbytes)
 
 
 def reduce_scatter(link: Link, n: int, nbytes: float) -> float:
-    """Seconds until each of n ranks has 1/n of the sum of their tensors of `nbytes` each: recursive halving."""
-    return link.seconds(_doublings(n), nbytes * (n - 1) / n)
+    """Seconds until each of n ranks has 1/n of the sum of their tensors of `nbytes` each."""
+    return _fastest(link, reduce_scatter_forms(n), nbytes)
 
 
 def all_reduce(link: Link, n: int, nbytes: float) -> float:
-    """Seconds until n ranks have the sum of their tensors of `nbytes` each.
-
-    The least of a reduce-scatter and an all-gather (Rabenseifner's form; a ring in more steps), and, for small
-    tensors, of recursive doubling, which sends the whole tensor in each of half as many steps.
-    """
-    in_parts = link.seconds(2 * _doublings(n), 2 * nbytes * (n - 1) / n)
-    return min(in_parts, link.seconds(_doublings(n), nbytes * _doublings(n)))
+    """Seconds until n ranks have the sum of their tensors of `nbytes` each."""
+    return _fastest(link, all_reduce_forms(n), nbytes)
 
 
 def all_to_all(link: Link, n: int, nbytes: float) -> float:
-    """Seconds for n ranks with `nbytes` each to send 1/n of it to every other.
-
-    The least of one message to each (pairwise), and, for small tensors, of Bruck's form: half of the tensor per step.
-    """
-    pairwise = link.seconds(n - 1, nbytes * (n - 1) / n)
-    return min(pairwise, link.seconds(_doublings(n), nbytes / 2 * _doublings(n)))
+    """Seconds for n ranks with `nbytes` each to send 1/n of it to every other."""
+    return _fastest(link, all_to_all_forms(n), nbytes)
 
 
 def exchange(link: Link, n: int, wire: float) -> float:

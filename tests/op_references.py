@@ -1,4 +1,7 @@
-"""What every op of the table means, in plain torch on whole tensors in float64, without meshfuse."""
+"""What every op of the table means, in plain torch on whole tensors in float64, without meshfuse.
+
+A new op has its own in its `OpDef`, as `reference`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from attention_references import merged_attention, ring_attention, ring_attention_bwd
+from meshfuse.ops import OPS
 
 _SAME = (
     "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh erf erfc erfinv exp exp2 expm1 floor "
@@ -284,6 +288,7 @@ def _embedding_bwd(grad: torch.Tensor, index: torch.Tensor, rows: int) -> torch.
 
 
 REFERENCES: dict[str, Callable[..., Any]] = {
+    **{name: op.reference for name, op in OPS.items() if op.reference is not None},
     **{name: getattr(torch, name) for name in _SAME.split()},
     **{name: _on_tensors(getattr(torch, name)) for name in _SAME_BINARY.split()},
     "erfcinv": lambda x: torch.erfinv(1 - x),

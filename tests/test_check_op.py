@@ -253,7 +253,7 @@ OTHERS = {
         {"emit": lambda e: f"{e.operands[0]}.bernoulli(0.5)"},
         "the lowering makes something else of the same operands each time",
     ),
-    "parts": ("triu", {"pieced": True}, "it is not the same on the parts of a dim"),
+    "parts": ("triu", {"concat_distributive": True}, "it is not the same on the parts of a dim"),
     "distributed form": ("cumsum", {"distributed": _unshifted}, "the distributed form is wrong"),
     "derivative": ("tanh", {"vjp": OPS["sigmoid"].vjp}, "the derivative is not that of the lowering"),
     "writes": ("relu", {"emit": _writing}, "the lowering fails on whole operands"),

@@ -12,7 +12,7 @@ import torch
 import meshfuse as mf
 import op_references as references
 from meshfuse.graph import CallTable
-from meshfuse.kernels.lookup import IndexOutOfRange
+from meshfuse.kernels.indices import IndexOutOfRange
 from meshfuse.ops import OPS
 from meshfuse.ops.opdef import Sample
 from meshfuse.ops.values import TensorType

@@ -17,7 +17,7 @@ from meshfuse.ops.values import TensorRef
 from meshfuse.rewrites.hoist_slices import Picked
 from meshfuse.testing import definitions, inputs_for
 from meshfuse.testing.check import assert_close, tolerance_of
-from meshfuse.testing.pieced import evaluated
+from meshfuse.testing.concat_distributive import evaluated
 
 
 def sliced(fd: Fd, of: str) -> None:

@@ -6,15 +6,13 @@ from ..lowering.segments import Segment, SegmentedDefinition
 from ..reshard.hoist_reshards import local_cost
 from ..resharding import Compute
 
-# What nvFuser has no kernels of its own for, but calls cuBLAS or flash attention, as torch does.
-_LIBRARIES = frozenset({"matmul", "linear", "contract", "grouped_mm", "scaled_mm", "sdpfa_fwd", "sdpfa_bwd"})
 # A GPU's operations and bytes per second, and the host's seconds for a product in torch and what is around it.
 _FLOPS, _BANDWIDTH, _HOST = 5e14, 3e12, 25e-6
 
 
 def is_product(segmented: SegmentedDefinition, compute: Compute) -> bool:
     """Whether libraries compute an op: products and attention."""
-    return segmented.resharded.graph.nodes[compute.node].call.op.name in _LIBRARIES
+    return segmented.resharded.graph.nodes[compute.node].call.op.uses_library
 
 
 def keeps_a_gpu_busy(segmented: SegmentedDefinition, segment: Segment) -> bool:

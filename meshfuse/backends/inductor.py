@@ -18,7 +18,7 @@ import torch
 
 from ..disk_cache import writable_root
 from ..errors import error_text
-from ..kernels.lookup import OUT_OF_RANGE
+from ..kernels.indices import OUT_OF_RANGE
 from ..ops.factories import RANDOM_STATE
 from ..runtime.buffers import use_pool
 from . import Prepared, Task, Unsupported

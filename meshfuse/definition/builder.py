@@ -11,8 +11,7 @@ from ..argument_checks import as_int, check_flags
 from ..dtypes import DataType, scalar_dtype
 from ..errors import DtypeError, SourceLine, caller_line, line_in_script, located, shown, user_error
 from ..ops import COMPOSITES
-from ..ops.argument_keys import keys_of
-from ..ops.binding import bind
+from ..ops.binding import bind, keys_of
 from ..ops.opdef import Call, OpDef, tensor_refs
 from ..ops.values import ScalarRef, TensorRef, TensorType
 from ..scalars import ScalarDef, result_dtype

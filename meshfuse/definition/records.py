@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..errors import SourceLine
 from ..fast_dataclass import quickly_made
-from ..ops.argument_keys import Keys
+from ..ops.binding import Keys
 from ..ops.opdef import Call, OpDef
 from ..ops.rules import FactorKind, Rule
 from ..ops.values import TensorType

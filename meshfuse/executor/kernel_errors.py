@@ -10,7 +10,7 @@ import torch
 
 from ..errors import KernelError, MeshfuseError, SourceLine, error_text, user_error
 from ..host_ir import HostProgram
-from ..kernels.lookup import IndexOutOfRange
+from ..kernels.indices import IndexOutOfRange
 from ..lowering.instructions import CommunicationCall, Instruction, Kernel, Launch
 from .bind import BoundProgram, instruction_at
 

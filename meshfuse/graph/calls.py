@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ..ops.argument_keys import Keys, keys_of
+from ..ops.binding import Keys, keys_of
 from ..ops.opdef import Call, OpDef
 from ..ops.rules import Rule
 from ..ops.shape_arithmetic import check_rule
@@ -39,6 +39,6 @@ def _call_of(op: OpDef, args: Keys, types: tuple[TensorType, ...]) -> tuple[Call
     """
     given = tuple([arg for _, _, arg in args])
     call = Call(op, given, types, op.infer(Call(op, given, types)))
-    rule = (op.rounds.rule if op.rounds else op.rule)(call)
+    rule = (op.ring_schedule.rule if op.ring_schedule else op.rule)(call)
     check_rule(call, rule)
     return call, rule

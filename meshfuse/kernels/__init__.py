@@ -5,57 +5,10 @@ The kernel of an op stands in the op's family (`ops/`), marked with `@kernel`; h
 """
 
 # ruff: noqa: F401
-from .adjoints import contract, embedding_bwd, select_bwd, take_bwd
-from .attention import (
-    attention_merge,
-    block_attention,
-    ring_attention,
-    ring_attention_bwd,
-    sdpfa_bwd,
-    sdpfa_bwd_kv,
-    sdpfa_bwd_q,
-    sdpfa_fwd,
-)
-from .blocks import block_merge, block_moments, block_repeat, block_scan, block_topk, block_total, over_blocks
+from .indices import checked, checked_place, grid
 from .indices import global_index as positions
-from .indices import grid, iota
-from .lookup import (
-    checked,
-    checked_place,
-    embedding,
-    index_select,
-    limit_norm,
-    scatter,
-    select,
-    take,
-    take_rows,
-    triu,
-)
-from .pointwise import (
-    atan2,
-    complex,
-    div,
-    fmod,
-    gcd,
-    imag,
-    in_stride_order,
-    lerp,
-    logical_and,
-    logical_or,
-    logical_right_shift,
-    maximum,
-    minimum,
-    mod,
-    nextafter,
-    pow,
-    real,
-    remainder,
-    shift_left,
-    shift_right,
-    where,
-)
-from .products import grouped_columns, grouped_inner, grouped_rows, needs_nvidia, rows_into, scaled_mm, stacked_linear
 from .random import normal, uniform
-from .reductions import combine, fold, neutral, reduce_max, reduce_min, reduce_prod, scan, tensor_like, topk, welford
+from .reductions import combine, fold, neutral
 from .table import kernel
+from .tensors import in_stride_order, tensor_like
 from .user_functions import as_told, settled, watched

@@ -10,6 +10,9 @@ import torch
 
 from ..sharding.layout import Runs
 
+# The error text of compiled code, which cannot say which index it is.
+OUT_OF_RANGE = "meshfuse: an index is out of range"
+
 
 def global_index(index: Runs, device: Any = "cpu") -> torch.Tensor:
     """The global indices of a dim that a rank holds, int64, from their runs."""
@@ -65,7 +68,31 @@ def grid(*index: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.meshgrid(*index, indexing="ij")
 
 
-def iota(length: Runs, start: Any, step: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:
-    """The rank's part of start, start + step, ...; floating point types are computed in float64."""
-    index = global_index(length, device)
-    return ((index.double() if dtype.is_floating_point else index) * step + start).to(dtype)
+class IndexOutOfRange(IndexError):
+    """An index that the dim does not have. `index` is the tensor that it was in, None for a single number."""
+
+    def __init__(self, value: int, low: int, size: int, index: torch.Tensor | None = None):
+        super().__init__(f"index {value} of a dim of size {size}")
+        self.value, self.low, self.size, self.index = value, low, size, index
+
+
+def checked(index: torch.Tensor, size: int) -> torch.Tensor:
+    """The indices as int64. Raises IndexOutOfRange unless all are from 0 to size - 1.
+
+    On a GPU, and in code that is being traced, the kernel asserts it, as torch's own look-ups do, so that the host does
+    not wait.
+    """
+    if index.numel() and not index.is_meta:
+        low, high = torch.aminmax(index)
+        if not index.is_cpu or torch._is_functional_tensor(index):
+            torch._assert_async((low >= 0) & (high < size), OUT_OF_RANGE)
+        elif not (int(low) >= 0 and int(high) < size):
+            raise IndexOutOfRange(int(low if low < 0 else high), 0, size, index)
+    return index.long()
+
+
+def checked_place(index: int, size: int) -> int:
+    """One index counted from the front, a negative one being counted from the end. Raises IndexOutOfRange."""
+    if not -size <= index < size:
+        raise IndexOutOfRange(index, -size, size)
+    return index % size

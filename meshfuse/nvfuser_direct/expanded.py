@@ -9,7 +9,7 @@ from ..definition.builder import DefinitionBuilder
 from ..definition.records import OpNode
 from ..definition.tensor_view import TensorView
 from ..errors import SourceLine
-from ..ops.opdef import OpDef
+from ..ops.opdef import Call, OpDef
 from ..ops.pointwise import pointwise_rule
 
 CallArguments = tuple[Sequence[Any], Mapping[str, Any]]
@@ -60,12 +60,11 @@ def _fit(fd: DefinitionBuilder, view: TensorView, real: Mapping[int, int], at: S
 def _expanded_dims(fd: DefinitionBuilder, view: TensorView) -> list[int]:
     """The dims that broadcast_in_dim or expand has added or enlarged."""
     node = fd.producer(view.id)
-    if node is None or node.op.name not in ("broadcast_in_dim", "expand"):
+    if node is None or node.op.repeats is None:
         return []
-    source, ndim = fd.tensors[node.inputs[0]].type.shape, view.ndim
-    named = node.args[node.op.places["broadcast_dims"]] if node.op.name == "broadcast_in_dim" else None
-    places = [d % ndim for d in named] if named is not None else list(range(ndim - len(source), ndim))
-    return [d for d in range(ndim) if d not in places or source[places.index(d)] == 1]
+    source = fd.tensors[node.inputs[0]].type
+    places = list(node.op.repeats(Call(node.op, node.args, (source,), (view.type,))))
+    return [d for d in range(view.ndim) if d not in places or source.shape[places.index(d)] == 1]
 
 
 def _shape_argument(node: OpNode) -> Sequence[Any]:

@@ -24,9 +24,6 @@ from ..ops.rules import FactorKind
 BoundDims = dict[str, int | frozenset[int]]
 Shapes = Mapping[int, tuple[int, ...]]
 
-# Ops whose results follow the weight and the bias before the activation, whichever is the more sharded.
-WEIGHTS_FIRST = ("linear", "matmul")
-
 
 def followed_outputs(
     fd: DefinitionBuilder, mesh: DeviceMesh, shapes: Shapes, scalars: Mapping[int, Any]
@@ -107,7 +104,7 @@ def _of_result(node: Node, place: int, found: Mapping[int, BoundDims | None]) ->
     operands = [(found.get(tensor, {}), dims) for tensor, dims in zip(node.inputs, node.rule.operands, strict=True)]
     if any(bound is None for bound, _ in operands):
         return None
-    if node.name in WEIGHTS_FIRST:
+    if node.call.op.follows_weight_first:
         operands = [*operands[1:], operands[0]]
     else:
         operands.sort(key=lambda operand: -len(operand[0] or {}))

@@ -128,7 +128,7 @@ def _kernel(place: int, instruction: Instruction, schedulers: dict[str, str]) ->
 def _scheduler(compiled: CompiledProgram, segment: Segment) -> str:
     """nvFuser's name for the kind of kernel; if a segment would be several kernels there, the costliest one's."""
     nodes = [compiled.graph.nodes[compute.node] for compute in segment.computes]
-    ops = [ScheduledOp.of(node.name, node.inputs, node.outputs, node.rule) for node in nodes]
+    ops = [ScheduledOp.of(node.call.op, node.inputs, node.outputs, node.rule) for node in nodes]
     return (scheduler_of(ops) or costliest(ops)).name
 
 

@@ -12,7 +12,7 @@ from ..compiler import CompiledProgram
 from ..definition.seeds import Seed
 from ..errors import ArgumentError, caller_line, user_error
 from ..executor.spmd import gather_output
-from ..kernels.pointwise import in_stride_order
+from ..kernels.tensors import in_stride_order
 from ..runtime.world import World
 from ..sharding.data import shard
 from .active import definition_of

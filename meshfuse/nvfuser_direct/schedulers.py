@@ -10,33 +10,27 @@ from dataclasses import dataclass
 
 from ..definition.builder import DefinitionBuilder
 from ..definition.records import rule_of
+from ..ops.opdef import OpDef
 from ..ops.rules import FactorKind, Rule
 from .enums import SchedulerType
-
-# What nvFuser has no kernels of its own for: torch computes it whole.
-_TORCHS = frozenset((
-    "linear", "matmul", "grouped_mm", "scaled_mm", "scaled_grouped_mm", "sdpfa_fwd", "sdpfa_bwd", "embedding_fwd",
-    "argsort", "topk",
-))  # fmt: skip
-_RESIZES = frozenset(("slice", "pad", "cat"))
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledOp:
     """An op as schedulers see it: tensors that it reads and makes, and which dims of its first operand it reduces."""
 
-    name: str
+    op: OpDef
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     reduced: frozenset[int] = frozenset()
     ndim: int = 0
 
     @classmethod
-    def of(cls, name: str, inputs: Sequence[int], outputs: Sequence[int], rule: Rule | None) -> ScheduledOp:
+    def of(cls, op: OpDef, inputs: Sequence[int], outputs: Sequence[int], rule: Rule | None) -> ScheduledOp:
         operand = rule.operands[0] if rule is not None and rule.operands else ()
         kinds = [[rule.factors[factor].kind for factor in dim] for dim in operand] if rule is not None else []
         reduced = frozenset(dim for dim, found in enumerate(kinds) if FactorKind.REDUCE in found)
-        return cls(name, tuple(inputs), tuple(outputs), reduced, len(operand))
+        return cls(op, tuple(inputs), tuple(outputs), reduced, len(operand))
 
     @property
     def is_inner(self) -> bool:
@@ -46,25 +40,26 @@ class ScheduledOp:
 
 def ops_of(fd: DefinitionBuilder) -> list[ScheduledOp]:
     """The ops of a definition."""
-    return [ScheduledOp.of(n.op.name, n.inputs, n.outputs, rule_of(fd.tensors, n)) for n in fd.nodes]
+    return [ScheduledOp.of(n.op, n.inputs, n.outputs, rule_of(fd.tensors, n)) for n in fd.nodes]
 
 
 def scheduler_of(ops: Sequence[ScheduledOp]) -> SchedulerType | None:
     """The scheduler of one kernel of all these ops; None where nvFuser makes several kernels of them."""
-    names = {op.name for op in ops}
+    asked = {op.op.scheduler for op in ops}
     if not ops:
         return SchedulerType.no_op
-    if names & _TORCHS:
+    if SchedulerType.expr_eval.name in asked:
         return SchedulerType.expr_eval if len(ops) == 1 else None
     reductions = [op for op in ops if op.reduced]
     if reductions:
         return _of_reductions(ops, reductions)
-    return SchedulerType.resize if names & _RESIZES else SchedulerType.pointwise
+    return SchedulerType.resize if SchedulerType.resize.name in asked else SchedulerType.pointwise
 
 
 def costliest(ops: Sequence[ScheduledOp]) -> SchedulerType:
     """Of several kernels, the scheduler of the one that takes longest: products before reductions."""
-    return SchedulerType.expr_eval if any(op.name in _TORCHS for op in ops) else SchedulerType.reduction
+    evaluated = any(op.op.scheduler == SchedulerType.expr_eval.name for op in ops)
+    return SchedulerType.expr_eval if evaluated else SchedulerType.reduction
 
 
 def _of_reductions(ops: Sequence[ScheduledOp], reductions: Sequence[ScheduledOp]) -> SchedulerType | None:

@@ -7,8 +7,6 @@ from ..definition.records import OpNode
 from ..ops.pointwise import pointwise_rule
 
 StrideOrder = tuple[int, ...]  # The place of each dim in memory, 0 the fastest.
-# The operand (by place) that a result (by place) is laid out like.
-_ATTENTION = {"sdpfa_fwd": {0: 0}, "sdpfa_bwd": {0: 1, 1: 2, 2: 3}}
 
 
 def row_major(ndim: int) -> StrideOrder:
@@ -27,9 +25,8 @@ def inferred_orders(fd: DefinitionBuilder) -> list[StrideOrder]:
 
 
 def _followed(fd: DefinitionBuilder, node: OpNode, tensor: int) -> list[int]:
-    if node.op.name in _ATTENTION:
-        place = _ATTENTION[node.op.name].get(node.outputs.index(tensor))
-        return [] if place is None else [node.inputs[place]]
+    if node.op.laid_out_like:
+        return [node.inputs[place] for place in node.op.laid_out_like[node.outputs.index(tensor) :][:1]]
     if node.op.rule is not pointwise_rule:
         return []
     ndim = fd.tensors[tensor].type.ndim

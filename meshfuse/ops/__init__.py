@@ -6,29 +6,37 @@ from collections.abc import Sequence
 
 from . import (
     adjoints,
-    attention,
-    attention_blocks,
+    arithmetic,
     block_order,
     blocks,
+    casts,
+    embedding,
     factories,
+    functions,
+    grouped_products,
     indexing,
+    joins,
+    logic,
     matmul,
-    pointwise,
-    products,
     reductions,
     reshape,
-    ring,
+    scaled_products,
     scans,
+    scatter,
     shape,
     sorting,
     statistics,
     windows,
 )
+from .attention import column_blocks, ring, ring_steps, scaled_dot_product
 from .composite import COMPOSITES
 from .opdef import OpDef
 
 _FAMILIES = (
-    pointwise,
+    functions,
+    arithmetic,
+    logic,
+    casts,
     reductions,
     statistics,
     scans,
@@ -37,17 +45,22 @@ _FAMILIES = (
     reshape,
     shape,
     windows,
+    joins,
     block_order,
     indexing,
+    embedding,
+    scatter,
     sorting,
     factories,
-    attention,
-    attention_blocks,
+    scaled_dot_product,
+    column_blocks,
     ring,
-    products,
+    ring_steps,
+    grouped_products,
+    scaled_products,
     adjoints,
 )
-_INNER = (blocks, attention_blocks, adjoints)  # what distributed forms and gradients are written in
+_INNER = (blocks, column_blocks, ring_steps, adjoints)  # what distributed forms and gradients are written in
 OPS: dict[str, OpDef] = {op.name: op for family in _FAMILIES for op in family.OPS}
 
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from ..dtypes import Category, DataType
 from ..errors import user_error
-from ..gradients import indexing, products, shapes
-from . import index_text as lookups
+from ..kernels.indices import Runs, local_place, local_places
+from ..kernels.table import kernel
+from .indexing import checked_index, checked_place
 from .nvfuser_lowering import cast
 from .opdef import Call, Emit, NvfuserEmit, OpDef, Partial, Sample
 from .promotion import dtype_text, widen
@@ -32,6 +35,7 @@ from .shape_arithmetic import (
     known_size,
 )
 from .values import Param, ParamKind, TensorType
+from .vjp import Backward, Tensor, each, sizes
 
 K = ParamKind
 _ADDS = "nvFuser has no scatter that adds"
@@ -60,6 +64,15 @@ def _contract_emit(e: Emit) -> str:
     return f"K.contract({e.operands[0]}, {e.operands[1]}, {e.call['dims']})"
 
 
+@kernel
+def contract(a: torch.Tensor, b: torch.Tensor, dims: int) -> torch.Tensor:
+    """[*r, *m] and [*r, *n] to [*m, *n]: products summed over the first `dims` dims."""
+    shape = (*a.shape[dims:], *b.shape[dims:])
+    rows = a.shape[:dims].numel()
+    left, right = a.reshape(rows, a.shape[dims:].numel()), b.reshape(rows, b.shape[dims:].numel())
+    return torch.matmul(left.T, right).reshape(shape)
+
+
 def _contract_flops(call: Call) -> float:
     return 2.0 * call.results[0].numel * math.prod(call.types[0].shape[: call["dims"]])
 
@@ -72,6 +85,23 @@ def _contract_nvfuser(n: NvfuserEmit) -> Any:
         ops.reshape(x, [rows, math.prod(shape[dims:])]) for x, shape in zip(n.operands, n.operand_shapes, strict=True)
     )
     return ops.reshape(ops.matmul(ops.permute(left, [1, 0]), right), list(n.result_shapes[0]))
+
+
+def _first_dims_last(b: Backward, x: Tensor, dims: int) -> Tensor:
+    return b.ops.permute(x, [*range(dims, x.ndim), *range(dims)])
+
+
+def _contract_a_vjp(b: Backward) -> Tensor:
+    """Summed over the other operand's own dims, which the gradient has last."""
+    rows = b["dims"]
+    other, kept = b.conj(b["b"]), b["a"].ndim - rows
+    last = other.ndim - rows
+    return b.ops.contract(_first_dims_last(b, other, rows), _first_dims_last(b, b.grad, kept), last)
+
+
+def _contract_b_vjp(b: Backward) -> Tensor:
+    rows, other = b["dims"], b.conj(b["a"])
+    return b.ops.contract(_first_dims_last(b, other, rows), b.grad, other.ndim - rows)
 
 
 def _take_bwd_infer(call: Call) -> tuple[TensorType, ...]:
@@ -95,8 +125,29 @@ def _take_bwd_rule(call: Call) -> Rule:
 
 def _take_bwd_emit(e: Emit) -> str:
     dim = e.call["dim"] % e.call.types[0].ndim
-    index = lookups.checked_index(e, 1, e.call.results[0].shape[dim])
+    index = checked_index(e, 1, e.call.results[0].shape[dim])
     return f"K.take_bwd({e.operands[0]}, {index}, {dim}, {e.result_runs(0)[dim]})"
+
+
+@kernel
+def take_bwd(grad: torch.Tensor, index: torch.Tensor, dim: int, runs: Runs) -> torch.Tensor:
+    """Add every element of `grad` at the place in `dim` that `index` names; the index broadcasts in the other dims.
+
+    Of the result the rank has the indices in `runs`, and leaves out what belongs elsewhere.
+    """
+    places, inside = local_places(index, runs)
+    wide = _accumulating(grad)
+    size = sum(stop - start for start, stop in runs)
+    shape = [size if d == dim else n for d, n in enumerate(grad.shape)]
+    out = wide.new_zeros(shape)
+    if size:
+        out.scatter_add_(dim, places.expand(grad.shape), torch.where(inside, wide, 0))
+    return out.to(grad.dtype)
+
+
+def _accumulating(x: torch.Tensor) -> torch.Tensor:
+    """The tensor in float32 where it is of half precision: many terms are to be summed."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _select_bwd_infer(call: Call) -> tuple[TensorType, ...]:
@@ -116,8 +167,17 @@ def _select_bwd_rule(call: Call) -> Rule:
 def _select_bwd_emit(e: Emit) -> str:
     made = e.call.results[0]
     dim = e.call["dim"] % made.ndim
-    index = lookups.checked_place(e, "index", made.shape[dim])
+    index = checked_place(e, "index", made.shape[dim])
     return f"K.select_bwd({e.operands[0]}, {index}, {dim}, {e.result_runs(0)[dim]})"
+
+
+@kernel
+def select_bwd(grad: torch.Tensor, index: int, dim: int, runs: Runs) -> torch.Tensor:
+    """Zeros with a new dim, of which the rank has the indices in `runs`, and with `grad` at one index of it."""
+    size = sum(stop - start for start, stop in runs)
+    out = grad.new_zeros([*grad.shape[:dim], size, *grad.shape[dim:]])
+    place = local_place(index, runs)
+    return out if place is None else out.select_scatter(grad, dim, place)
 
 
 def _embedding_bwd_infer(call: Call) -> tuple[TensorType, ...]:
@@ -138,8 +198,17 @@ def _embedding_bwd_rule(call: Call) -> Rule:
 
 
 def _embedding_bwd_emit(e: Emit) -> str:
-    index = lookups.checked_index(e, 1, e.call.results[0].shape[0])
+    index = checked_index(e, 1, e.call.results[0].shape[0])
     return f"K.embedding_bwd({e.operands[0]}, {index}, {e.result_runs(0)[0]})"
+
+
+@kernel
+def embedding_bwd(grad: torch.Tensor, index: torch.Tensor, runs: Runs) -> torch.Tensor:
+    """Add the rows of `grad` [.., D] to the rows that `index` [..] names; the rank has the rows in `runs`."""
+    places, inside = local_places(index.reshape(-1), runs)
+    wide = _accumulating(grad.reshape(len(places), grad.shape[-1]))
+    out = wide.new_zeros(sum(stop - start for start, stop in runs), grad.shape[-1])
+    return out.index_add_(0, places[inside], wide[inside]).to(grad.dtype)
 
 
 def _sum_to_infer(call: Call) -> tuple[TensorType, ...]:
@@ -229,27 +298,31 @@ _GRAD, _INDEX = Param("grad", K.TENSOR), Param("index", K.TENSOR)
 OPS = (
     OpDef("contract", (Param("a", K.TENSOR), Param("b", K.TENSOR), Param("dims", K.INT)),
           _contract_infer, _contract_rule, _contract_emit, Partial.EACH, _contract_flops, _contract_samples,
-          nvfuser=_contract_nvfuser, vjp=products.CONTRACT, pieced=True,
+          nvfuser=_contract_nvfuser, vjp=each(a=_contract_a_vjp, b=_contract_b_vjp), concat_distributive=True,
+          uses_library=True,
           about="sum over the first `dims` dims of both operands of their products: `linear`'s gradient by the weight"),
     OpDef("take_along_axis_bwd", (_GRAD, _INDEX, Param("dim", K.DIM), Param("size", K.SIZE)),
           _take_bwd_infer, _take_bwd_rule, _take_bwd_emit, Partial.FIRST, samples=_take_bwd_samples,
-          nvfuser=_ADDS, vjp=indexing.INDEXING["take_along_axis_bwd"],
+          nvfuser=_ADDS, vjp=each(grad=lambda b: b.ops.take_along_axis(b.grad, b["index"], b["dim"])),
           about="zeros with `grad` added along `dim` at the places that `index` names"),
     OpDef("select_bwd", (_GRAD, Param("index", K.SCALAR), Param("dim", K.DIM), Param("size", K.SIZE)),
           _select_bwd_infer, _select_bwd_rule, _select_bwd_emit, Partial.FIRST, samples=_select_bwd_samples,
-          nvfuser="an index that is known at run time only", vjp=indexing.INDEXING["select_bwd"],
+          nvfuser="an index that is known at run time only",
+          vjp=each(grad=lambda b: b.ops.select(b.grad, b["index"], b["dim"])),
           about="zeros with `grad` at one place of a new dim `dim`: the gradient of `select`"),
     OpDef("embedding_bwd", (_GRAD, _INDEX, Param("rows", K.SIZE)),
           _embedding_bwd_infer, _embedding_bwd_rule, _embedding_bwd_emit, Partial.FIRST,
-          samples=_embedding_bwd_samples, nvfuser=_ADDS, vjp=indexing.INDEXING["embedding_bwd"],
+          samples=_embedding_bwd_samples, nvfuser=_ADDS,
+          vjp=each(grad=lambda b: b.ops.embedding_fwd(b["index"], b.grad)),
           about="`rows` rows of zeros with those of `grad` added where `index` names them"),
     OpDef("sum_to", (Param("arg", K.TENSOR), Param("shape", K.SHAPE)), _sum_to_infer, _sum_to_rule, _sum_to_emit,
-          Partial.FIRST, samples=_sum_to_samples, nvfuser=_sum_to_nvfuser, vjp=shapes.SUM_TO,
+          Partial.FIRST, samples=_sum_to_samples, nvfuser=_sum_to_nvfuser,
+          vjp=each(arg=lambda b: b.ops.expand(b.grad, sizes(b["arg"]))),
           identity_when_same_shape=True,
           about="sums over the dims that are of size 1 in `shape`: the gradient of what was repeated along them"),
     OpDef("sized", (Param("arg", K.TENSOR), Param("shape", K.SHAPE)), _sized_infer, same_rule,
           lambda e: e.operands[0], Partial.MOVE, samples=lambda: [Sample((_t(4, 6), [4, 6]))],
-          nvfuser=lambda n: n.ops.set(n.operands[0]), vjp=shapes.SIZED, pieced=True,
-          is_view=True, identity_when_same_shape=True,
+          nvfuser=lambda n: n.ops.set(n.operands[0]), vjp=each(arg=lambda b: b.grad), concat_distributive=True,
+          is_view=True, keeps_elements=True, identity_when_same_shape=True,
           about="the operand, whose sizes must be `shape`: what is seen once open sizes are known"),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""From what a user passes to an op to the op's argument tuple: names, defaults, kinds and overloads."""
+"""From what a user passes to an op to its argument tuple: names, defaults, kinds and overloads; keys of arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from ..argument_checks import as_int
 from ..dtypes import DataType, from_torch
 from ..errors import MeshfuseError, shown, user_error
-from .opdef import Call, OpDef, Sample
+from .opdef import Call, OpDef, Sample, count_tensors
 from .values import REQUIRED, Param, ParamKind, ScalarRef, TensorRef, TensorType
 
 K = ParamKind
@@ -214,3 +214,21 @@ _CHECKS: dict[ParamKind, Callable[[Resolve, Any], Any]] = {
     K.BOOLS: _check_bools,
     K.DTYPE: _check_dtype,
 }
+
+
+# What is equal for arguments that mean the same: (type, text where 1 == 1.0 would mislead, argument).
+_Key = tuple[type, str, Any]
+Keys = tuple[_Key, ...]
+_ANY = TensorRef(-1)
+_TENSOR = (TensorRef, repr(_ANY), _ANY)
+
+
+def keys_of(args: Sequence[Any]) -> Keys:
+    """A key for every argument. 1, 1.0 and True differ, and so do 0.0 and -0.0, also in a list."""
+    return tuple([_TENSOR if type(arg) is TensorRef else _key_of(arg) for arg in args])
+
+
+def _key_of(arg: Any) -> _Key:
+    if count_tensors(arg):
+        arg = (_ANY,) * len(arg)
+    return (type(arg), repr(arg) if isinstance(arg, (float, complex, tuple)) else "", arg)

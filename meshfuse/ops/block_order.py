@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ..dtypes import DataType
 from ..errors import shown, user_error
-from ..gradients.shapes import REORDER
 from .opdef import BlockOrder, Call, Emit, OpDef, Partial, Sample
 from .rules import Rule, RuleBuilder
 from .shape_arithmetic import UNKNOWN, dim_of
 from .values import Param, ParamKind, TensorType
+from .vjp import Backward, Tensor, each
 
 K = ParamKind
 
@@ -49,6 +49,11 @@ def _emit(e: Emit) -> str:
     return f"torch.cat([{', '.join(parts)}], {dim})"
 
 
+def _bwd(b: Backward) -> Tensor:
+    order = list(b["order"])
+    return b.ops.reorder_blocks(b.grad, b["dim"], [order.index(block) for block in range(len(order))])
+
+
 def _samples() -> list[Sample]:
     x, ints = TensorType((6, 8), DataType.Float), TensorType((4, 6), DataType.Int)
     return [Sample((x, 1, [3, 0, 1, 2])), Sample((x, 0, [0, 2, 1])), Sample((ints, -1, [1, 0])), Sample((x, 0, [0])),
@@ -57,7 +62,7 @@ def _samples() -> list[Sample]:
 
 OPS = (
     OpDef("reorder_blocks", (Param("arg", K.TENSOR), Param("dim", K.DIM), Param("order", K.INTS)), _infer, _rule, _emit,
-          Partial.MOVE, samples=_samples, vjp=REORDER,
+          Partial.MOVE, samples=_samples, vjp=each(arg=_bwd),
           window=lambda call: BlockOrder(dim_of(call), tuple(call["order"])),
           nvfuser="nvFuser has no op that puts the blocks of a dim into another order",
           about="the equal blocks of `dim` in another order: block i was block `order[i]`"),

@@ -7,12 +7,19 @@ that lies in such blocks over ranks is local to all of these ops.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
-from ..dtypes import Category, DataType
+import torch
+
+from ..dtypes import DataType
 from ..errors import user_error
-from .opdef import Call, Emit, OpDef, Sample, Writing, cast_to
+from ..kernels.indices import Runs, global_index
+from ..kernels.reductions import highest, lowest, neutral_element
+from ..kernels.table import kernel
+from .opdef import Call, Emit, OpDef, Sample
+from .reductions import reduce_max, reduce_min, reduce_prod
 from .rules import Rule, RuleBuilder
+from .scans import COMBINE, REDUCE, scan
 from .shape_arithmetic import (
     UNKNOWN,
     check_dim,
@@ -20,15 +27,10 @@ from .shape_arithmetic import (
     check_ndim,
     check_positive,
     check_same_size,
-    one_dim_widths,
-    shape_along,
 )
-from .values import Param, ParamKind, TensorRef, TensorType
+from .values import Param, ParamKind, TensorType
 
 K = ParamKind
-# What a scan does with the term before and the next one.
-COMBINE = {"cumsum": "add", "cumprod": "mul", "cummax": "maximum", "cummin": "minimum"}
-_REDUCE = {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "min"}
 
 
 def block_size(n: int, blocks: int) -> int:
@@ -57,6 +59,27 @@ def _scan_emit(e: Emit) -> str:
     return f"K.block_scan({e.operands[0]}, {_dim(e.call)}, {block}, {e.call.op.name.removeprefix('block_')!r})"
 
 
+@kernel
+def block_scan(x: torch.Tensor, dim: int, block: int, name: str) -> torch.Tensor:
+    """A scan along a dim that starts again at every block."""
+    n = x.shape[dim]
+    if not n:
+        return x
+    parts = _in_blocks(x, dim, block, -(-n // block), 0)
+    done = scan(name, parts, dim + 1, None)
+    return done.flatten(dim, dim + 1).narrow(dim, 0, n)
+
+
+def _in_blocks(x: torch.Tensor, dim: int, block: int, count: int, fill: Any) -> torch.Tensor:
+    """The dim as [count, block]; what it lacks at its end is `fill`."""
+    missing = count * block - x.shape[dim]
+    shape = list(x.shape)
+    if missing:
+        shape[dim] = missing
+        x = torch.cat([x, x.new_full(shape, fill)], dim)
+    return x.reshape(*shape[:dim], count, block, *shape[dim + 1 :])
+
+
 def _total_infer(call: Call) -> tuple[TensorType, ...]:
     shape, dim = call.types[0].shape, _dim(call)
     return (TensorType((*shape[:dim], call["blocks"], *shape[dim + 1 :]), call.types[0].dtype),)
@@ -66,6 +89,14 @@ def _total_emit(e: Emit) -> str:
     dim, reduce = _dim(e.call), e.call.op.name.removeprefix("block_")
     block = block_size(e.call.types[0].shape[dim], e.call["blocks"])
     return f"K.block_total({e.operands[0]}, {dim}, {block}, {e.result_shapes[0][dim]}, {reduce!r})"
+
+
+@kernel
+def block_total(x: torch.Tensor, dim: int, block: int, count: int, reduce: str) -> torch.Tensor:
+    """Every block of a dim reduced to one element; a block without elements gives the neutral element."""
+    parts = _in_blocks(x, dim, block, count, neutral_element(reduce, x.dtype))
+    functions = {"sum": torch.sum, "prod": reduce_prod, "max": reduce_max, "min": reduce_min}
+    return functions[reduce](parts, [dim + 1], False).to(x.dtype)
 
 
 def _repeat_infer(call: Call) -> tuple[TensorType, ...]:
@@ -78,6 +109,12 @@ def _repeat_emit(e: Emit) -> str:
     dim = _dim(e.call)
     block = block_size(e.call["size"], e.call["blocks"])
     return f"K.block_repeat({e.operands[0]}, {dim}, {block}, {e.result_shapes[0][dim]})"
+
+
+@kernel
+def block_repeat(x: torch.Tensor, dim: int, block: int, size: int) -> torch.Tensor:
+    """Each block's one element repeated to all places of the block, `size` places in all."""
+    return x.repeat_interleave(block, dim).narrow(dim, 0, size)
 
 
 def _topk_infer(call: Call) -> tuple[TensorType, ...]:
@@ -108,6 +145,29 @@ def _topk_emit(e: Emit) -> str:
     block, k = block_size(call.types[0].shape[dim], call["blocks"]), call["k"]
     numbers = tuple((a // k, b // k) for a, b in e.result_runs(0)[dim])
     return f"K.block_topk({e.operands[0]}, {k}, {dim}, {call['largest']}, {block}, {numbers})"
+
+
+@kernel
+def block_topk(
+    x: torch.Tensor, k: int, dim: int, largest: bool, block: int, blocks: Runs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, global indices) of the first k elements of each block in sorted order.
+
+    `blocks` are the runs of the rank's block numbers. A block with fewer than k elements is filled up with what sorts
+    last. Only empty blocks come after it, so a stable sort over all blocks puts no filling before an element.
+    """
+    numbers = global_index(blocks, x.device)
+    parts = _in_blocks(x, dim, block, len(numbers), _last(x.dtype, largest))
+    place = torch.argsort(parts, dim=dim + 1, descending=largest, stable=True).narrow(dim + 1, 0, k)
+    start = (numbers * block).reshape([-1, *[1] * (x.ndim - dim)])
+    return parts.gather(dim + 1, place).flatten(dim, dim + 1), (place + start).flatten(dim, dim + 1)
+
+
+def _last(dtype: torch.dtype, largest: bool) -> Any:
+    """The value that sorts last: torch sorts NaN above all numbers."""
+    if largest:
+        return lowest(dtype)
+    return float("nan") if dtype.is_floating_point else highest(dtype)
 
 
 def _moments_dims(call: Call) -> tuple[int, ...]:
@@ -142,6 +202,26 @@ def _moments_emit(e: Emit) -> str:
     return f"K.block_moments({e.operands[0]}, {dims}, {dim}, {block}, {e.result_shapes[0][0]})"
 
 
+@kernel
+def block_moments(x: torch.Tensor, dims: list[int], dim: int, block: int, count: int) -> torch.Tensor:
+    """[count, 2, ...]: for each block of `dim` the mean over `dims`, and the sum of squared differences from it.
+
+    An empty block gives zeros. No op here writes into its operand, as compilers of segments could not trace that.
+    """
+    if count == 1 and x.shape[dim]:
+        return _moments(x, dims).unsqueeze(0)
+    parts = [_moments(part, dims) for part in x.split(block, dim)] if x.shape[dim] else []
+    nothing = x.new_zeros([2, *(1 if d in dims else n for d, n in enumerate(x.shape))])
+    parts += [nothing] * (count - len(parts))
+    return torch.stack(parts) if parts else nothing.new_zeros([0, *nothing.shape])
+
+
+def _moments(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    mean = torch.mean(x, dims, keepdim=True)
+    centred = x - mean
+    return torch.stack([mean, (centred * centred).sum(dims, keepdim=True)])
+
+
 def _merge_infer(call: Call) -> tuple[TensorType, ...]:
     (arg,) = call.types
     check_ndim(call.op.name, "the moments", arg, 2)
@@ -158,60 +238,27 @@ def _merge_rule(call: Call) -> Rule:
     return builder.build([(builder.blocked(arg.shape[0]), builder.blocked(2), *rest)], [rest, rest])
 
 
+@kernel
+def block_merge(moments: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[blocks, 2, ...] moments of blocks with `counts` elements to (mean, sum of squared differences) of all of them.
+
+    The sum of squares is that within the blocks plus that of the blocks' means (Chan, Golub & LeVeque 1983).
+    """
+    means, squares = moments.unbind(1)
+    if len(set(counts)) == 1:
+        mean = means.mean(0)
+        apart = means - mean
+        return mean, (apart * apart).sum(0) * counts[0] + squares.sum(0)
+    weights = means.new_tensor(counts).view(-1, *[1] * (means.ndim - 1))
+    mean = (means * weights).sum(0) / sum(counts)
+    apart = means - mean
+    return mean, (apart * apart * weights).sum(0) + squares.sum(0)
+
+
 def block_counts(n: int, blocks: int, others: int = 1) -> list[int]:
     """Elements of each block of a dim of size n, times those of the other dims."""
     block = block_size(n, blocks)
     return [others * max(0, min(block, n - i * block)) for i in range(blocks)]
-
-
-def distributed_scan(
-    r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
-) -> Sequence[TensorRef] | None:
-    """Scan each piece, then combine it with the total of all pieces before it, and with `init` (Blelloch 1990)."""
-    if call.types[0].dtype.category in (Category.BOOL, Category.COMPLEX):
-        return None
-    (x,), name, pieces = operands, call.op.name, r.pieces
-    size = r.type(x).shape[dim]
-    scanned = r.call(f"block_{name}", x, dim, pieces)
-    totals = r.call(name, r.call(f"block_{_REDUCE[name]}", x, dim, pieces), dim)
-    before = r.call("block_repeat", _shifted(r, totals, dim), dim, size, pieces)
-    first = r.call("block_repeat", _is_first(r, dim, pieces, r.type(x).ndim), dim, size, pieces)
-    combined = r.call("where", first, scanned, r.call(COMBINE[name], scanned, before))
-    dtype = call.results[0].dtype  # arithmetic widens half precision
-    if call["init"] is not None:
-        # In a wide type first, so that a number beyond the dtype becomes infinite, as in the op itself.
-        wide = DataType.Double if dtype.category is Category.FLOAT else dtype
-        init = cast_to(r, r.call("full", [1] * r.type(x).ndim, call["init"], wide), dtype)
-        combined = r.call(COMBINE[name], combined, init)
-    return [cast_to(r, combined, dtype)]
-
-
-def distributed_sum_after(
-    r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
-) -> Sequence[TensorRef] | None:
-    """Sum each piece from its end, and add the total of all pieces after it."""
-    if call.types[0].dtype.category is Category.BOOL:
-        return None
-    (x,), pieces = operands, r.pieces
-    within = r.call("block_cumsum_bwd", x, dim, pieces)
-    totals = r.call("cumsum_bwd", r.call("block_sum", x, dim, pieces), dim)
-    after = r.call("block_repeat", _shifted(r, totals, dim, after=True), dim, r.type(x).shape[dim], pieces)
-    combined = r.call("add", within, after)  # arithmetic widens half precision
-    return [cast_to(r, combined, call.results[0].dtype)]
-
-
-def _shifted(r: Writing, totals: TensorRef, dim: int, after: bool = False) -> TensorRef:
-    """For every block the total of the block before it (with `after`, of the one after it); 0 where there is none."""
-    shape = r.type(totals).shape
-    starts, ends = [0] * len(shape), list(shape)
-    starts[dim], ends[dim] = int(after), shape[dim] - int(not after)
-    widths = one_dim_widths(len(shape), dim, int(not after), int(after))
-    return r.call("pad", r.call("slice", totals, starts, ends), widths)
-
-
-def _is_first(r: Writing, dim: int, blocks: int, ndim: int) -> TensorRef:
-    first = r.call("eq", r.call("iota", blocks), 0)
-    return r.call("reshape", first, shape_along(ndim, dim, blocks))
 
 
 def _same_type(call: Call) -> tuple[TensorType, ...]:
@@ -260,7 +307,7 @@ OPS = (
         OpDef(f"block_{name}", (_ARG, _DIM, _BLOCKS), _total_infer, lambda c: _block_rule(c, True, False),
               _total_emit, samples=lambda: _samples(DataType.Float), nvfuser=_UNEVEN,
               about=f"the {name} of each block")
-        for name in _REDUCE.values()
+        for name in REDUCE.values()
     ),
     OpDef("block_repeat", (_ARG, _DIM, Param("size", K.INT), _BLOCKS), _repeat_infer,
           lambda c: _block_rule(c, False, True), _repeat_emit,

@@ -1,4 +1,4 @@
-"""Functions on `fd.ops` that are written in ops of the table, so that passes meet no new ops.
+"""Functions of `fd.ops` that are written in ops of the table: passes never see them.
 
 Half precision is computed in float32 and returned in the operand's type, as in torch. A statistic over a sharded dim is
 a local reduction and one small collective, never a gather: maxima and sums are computed in two steps.
@@ -16,9 +16,9 @@ from ..errors import shown, user_error
 from .shape_arithmetic import check_dim, check_order, check_reduced, is_in_range
 
 DimsArgument = int | Sequence[int] | None
-# The annotations of parameters say what is checked of a call: definition/checks.py.
+# definition/checks.py checks calls by the annotations of parameters.
 Tensor = Any
-_MOST_BLOCKS = 1 << 16  # Of a ring: more is a mistake, and takes seconds to number.
+_MOST_BLOCKS = 1 << 16  # of a ring; more is a mistake
 
 
 def _wide(fd: Any, x: Any) -> Any:
@@ -64,8 +64,8 @@ def gelu(fd: Any, x: Any, approximate: str = "none") -> Any:
 def _max(fd: Any, x: Any, dims: DimsArgument) -> Any:
     """The maximum, which is subtracted before exp.
 
-    The result does not depend on it, so gradients leave it out. If it is infinite, x minus it is NaN, as a softmax of
-    such numbers is.
+    The result does not depend on it, therefore gradients leave it out. If it is infinite, x minus it is NaN, as torch's
+    softmax is.
     """
     return fd.stop_gradient(fd.ops.max(x, dims, True, empty=True))
 
@@ -152,8 +152,7 @@ def layer_norm(
 ) -> Any:
     """(x - mean) / sqrt(variance + eps) over the last dims, times weight, plus bias (Ba et al. 2016).
 
-    Two small reductions, so that a sharded hidden dim needs two small collectives, or one
-    (`rewrites.fuse_mean_variance`).
+    A sharded hidden dim needs two small collectives, or one (`rewrites.fuse_mean_variance`).
     """
     ops, dims, wide = fd.ops, _last_dims(x, normalized_shape), _wide(fd, x)
     centred = ops.sub(wide, mean(fd, wide, dims, True))
@@ -288,7 +287,7 @@ def unzigzag(fd: Any, x: Any, dim: int, ring: int) -> Any:
 
 
 def _three(made: Any) -> tuple[Any, Any, Any]:
-    """(product, scales or None, global scale or None) from what the op returned."""
+    """(product, scales or None, global scale or None) from the op's results."""
     found = made if isinstance(made, tuple) else (made,)
     return (*found, None, None)[:3]  # type: ignore[return-value]
 

@@ -6,24 +6,30 @@ Their values depend on global positions alone, so every rank makes its own part 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from ..dtypes import Category, DataType, scalar_dtype
 from ..errors import DtypeError, user_error
-from ..gradients.shapes import TRIU
-from . import nvfuser_forms
-from .opdef import Call, Emit, OpDef, Partial, Sample
+from ..kernels.indices import Runs, global_index
+from ..kernels.table import kernel
+from .nvfuser_lowering import along, full, nvfuser_index, zero_where_not
+from .opdef import Call, Emit, NvfuserEmit, OpDef, Partial, Sample
 from .promotion import dtype_text
 from .rules import Rule, RuleBuilder
 from .shape import same_rule
 from .shape_arithmetic import check_ndim, check_number, known_size
 from .values import Param, ParamKind, ScalarRef, TensorType
-from .vjp import nothing
+from .vjp import each, nothing
 
 K = ParamKind
 # What generated programs have in scope: the run's random state, which is another one at every execution, and the device
 # of tensors made from nothing.
 SEED, OFFSET, DEVICE = "seed", "offset", "device"
 RANDOM_STATE = (SEED, OFFSET)
+# Ours are a function of the seed and the global index, the same on every mesh (see `kernels.random`).
+RANDOM = "nvFuser's random numbers depend on how the tensor is cut and scheduled"
 _STATE = ("rng_seed", "rng_offset")
 
 
@@ -47,6 +53,11 @@ def _full_emit(e: Emit) -> str:
     return f"torch.full({list(e.result_shapes[0])}, {e.scalar('fill_value')}, dtype={dtype}, device={DEVICE})"
 
 
+def _full_nvfuser(n: NvfuserEmit) -> Any:
+    """`full` on this rank's part of the shape."""
+    return full(n, list(n.result_shapes[0]), n.val(n.number("fill_value")), n.call.results[0].dtype)
+
+
 def _iota_infer(call: Call) -> tuple[TensorType, ...]:
     if call["dtype"].category not in (Category.INTEGER, Category.FLOAT):
         raise user_error("iota: dtype", call["dtype"].name, "an integer or floating point type", "Cast its result.")
@@ -57,6 +68,25 @@ def _iota_emit(e: Emit) -> str:
     start = "0" if e.call["start"] is None else e.scalar("start")
     step = "1" if e.call["step"] is None else e.scalar("step")
     return f"K.iota({e.result_runs(0)[0]}, {start}, {step}, {dtype_text(e.call['dtype'])}, {DEVICE})"
+
+
+@kernel
+def iota(length: Runs, start: Any, step: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:
+    """The rank's part of start, start + step, ...; floating point types are computed in float64."""
+    index = global_index(length, device)
+    return ((index.double() if dtype.is_floating_point else index) * step + start).to(dtype)
+
+
+def _iota_nvfuser(n: NvfuserEmit) -> Any:
+    """start + step * global index, computed in Double for floating point types."""
+    call, index, ops = n.call, nvfuser_index(n, n.result_runs(0)[0]), n.ops
+    if call["dtype"].category is Category.FLOAT:
+        index = ops.cast(index, n.dtype(DataType.Double))
+    if call["step"] is not None:
+        index = ops.mul(index, n.number("step"))
+    if call["start"] is not None:
+        index = ops.add(index, n.number("start"))
+    return ops.cast(index, n.dtype(call["dtype"]))
 
 
 def _check_real(call: Call, dtype: DataType) -> DataType:
@@ -141,6 +171,27 @@ def _triu_emit(e: Emit) -> str:
     return f"K.triu({e.operands[0]}, {e.call['diagonal']}, {rows}, {columns})"
 
 
+@kernel
+def triu(x: torch.Tensor, diagonal: int, rows: Runs, columns: Runs) -> torch.Tensor:
+    """The upper triangle of a matrix, of which the rank holds these rows and columns."""
+    row, column = global_index(rows, x.device), global_index(columns, x.device)
+    return x.masked_fill(column - row[:, None] < diagonal, 0)
+
+
+def _triu_nvfuser(n: NvfuserEmit) -> Any:
+    """The diagonal is counted from the rank's own first row and column; for shards in pieces, indices are compared."""
+    rows, columns = n.result_runs(0)[-2:]
+    diagonal, ndim = n.call["diagonal"], n.call.types[0].ndim
+    if len(rows) == len(columns) == 1:
+        return n.plain(diagonal=diagonal + rows[0][0] - columns[0][0])
+    row, column = (
+        along(n, nvfuser_index(n, rows), ndim - 2, ndim),
+        along(n, nvfuser_index(n, columns), ndim - 1, ndim),
+    )
+    kept = n.ops.ge(n.ops.sub(column, row), diagonal)
+    return zero_where_not(n, kept, n.operands[0], n.call.types[0].dtype)
+
+
 _SHAPE = Param("shape", K.SHAPE)
 _ARG = Param("arg", K.TENSOR)
 _RANDOM = (
@@ -172,8 +223,9 @@ OPS = (
         made_rule,
         _full_emit,
         samples=lambda: [Sample(([4, 6], 1.5, DataType.Float)), Sample(([6], 3, DataType.Int))],
-        nvfuser=nvfuser_forms.constant,
-        pieced=True,
+        nvfuser=_full_nvfuser,
+        concat_distributive=True,
+        is_cheap=True,
         about="a tensor of one number",
     ),
     OpDef(
@@ -188,7 +240,8 @@ OPS = (
         made_rule,
         _iota_emit,
         samples=lambda: [Sample((8,)), Sample((6, 2, 3)), Sample((6, 0.0, 0.5, DataType.Float))],
-        nvfuser=nvfuser_forms.iota,
+        nvfuser=_iota_nvfuser,
+        is_cheap=True,
         about="`start`, `start` + `step`, ...: `length` numbers",
     ),
     OpDef(
@@ -198,7 +251,7 @@ OPS = (
         made_rule,
         _random_emit,
         samples=_random_samples,
-        nvfuser=nvfuser_forms.RANDOM,
+        nvfuser=RANDOM,
         about="random numbers from `minval` to `maxval`, the same on every mesh",
         draws=draws_unseeded,
     ),
@@ -209,7 +262,7 @@ OPS = (
         made_rule,
         _random_emit,
         samples=_random_samples,
-        nvfuser=nvfuser_forms.RANDOM,
+        nvfuser=RANDOM,
         about="normally distributed random numbers, the same on every mesh",
         draws=draws_unseeded,
     ),
@@ -220,7 +273,7 @@ OPS = (
         same_rule,
         _like_emit("uniform"),
         samples=lambda: [Sample((TensorType((6, 8), DataType.Float),))],
-        nvfuser=nvfuser_forms.RANDOM,
+        nvfuser=RANDOM,
         vjp=nothing,
         about="random numbers from 0 to 1 in the operand's shape",
         draws=draws_always,
@@ -232,7 +285,7 @@ OPS = (
         same_rule,
         _like_emit("normal"),
         samples=lambda: [Sample((TensorType((6, 8), DataType.Float),))],
-        nvfuser=nvfuser_forms.RANDOM,
+        nvfuser=RANDOM,
         vjp=nothing,
         about="standard normal random numbers in the operand's shape",
         draws=draws_always,
@@ -245,8 +298,9 @@ OPS = (
         _triu_emit,
         Partial.MOVE,
         samples=_matrix_samples,
-        nvfuser=nvfuser_forms.triu,
-        vjp=TRIU,
+        nvfuser=_triu_nvfuser,
+        is_cheap=True,
+        vjp=each(arg=lambda b: b.ops.triu(b.grad, b["diagonal"])),
         about="zeros below a diagonal of the last two dims",
     ),
 )

@@ -1,7 +1,7 @@
-"""Blocks of a sharded dim together with the edges of their neighbours, written in ordinary ops.
+"""Halo exchange in ordinary ops: blocks of a sharded dim with the edges of their neighbours.
 
-Only the edges move. The dim becomes (block, inside a block), an edge is a slice of the second, and a neighbour's edge
-is the same slice one block on. (Halo exchange, as in domain decomposition.)
+Only the edges move. The dim becomes (block, index in the block); an edge is a slice of the second, shifted by one in
+the first.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _edge(r: Writing, x: TensorRef, dim: int, step: int, taken: int, fill: Any) 
 
 
 def _filling(r: Writing, x: TensorRef, dim: int, width: int, fill: Any) -> list[TensorRef]:
-    """Filling that every block sees beyond all blocks, as one piece: a halo may be wider than the whole dim."""
+    """The part of a halo that is beyond the ends of the dim for every block, as a halo may be wider than the dim."""
     shape = r.type(x).shape
     if width <= 0:
         return []

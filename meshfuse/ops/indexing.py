@@ -1,7 +1,8 @@
 """Lookups by index: take_along_axis, gather, index_select, select, embedding_fwd, scatter.
 
 The dim that is looked up in is a reduction factor: a rank finds the indices that it holds, the others count
-as zero, and the result is a partial sum of the result's size, however large the dim (see `kernels.lookup`). An
+as zero, and the result is a partial sum of the result's size, however large the dim (masked local access, as
+Megatron-LM looks up a vocabulary-parallel embedding: Shoeybi et al. 2019). An
 index that the whole dim does not have is an error while the program runs, on every mesh.
 """
 
@@ -10,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..argument_checks import as_int
+import torch
+
 from ..dtypes import DataType
 from ..errors import user_error
-from ..gradients.indexing import INDEXING
-from . import index_text as lookups
-from . import nvfuser_forms
-from .opdef import Call, Emit, OpDef, Partial, Sample, Writing, picked
-from .rules import DimFactors, FactorKind, Rule, RuleBuilder
+from ..kernels.indices import Runs, global_index, local_place, local_places
+from ..kernels.table import kernel
+from .nvfuser_lowering import along, is_whole, nvfuser_index, nvfuser_places, zero_where_not, zeros
+from .opdef import Call, Emit, NvfuserEmit, OpDef, Partial, Sample, ToTorch, Writing, flops_of_lookup
+from .rules import FactorKind, Rule, RuleBuilder
 from .shape_arithmetic import (
     UNKNOWN,
     aligned_dims,
@@ -28,16 +30,28 @@ from .shape_arithmetic import (
     dim_of,
     with_size,
 )
-from .values import Param, ParamKind, ScalarRef, TensorRef, TensorType
+from .values import Param, ParamKind, TensorRef, TensorType
+from .vjp import Backward, Tensor, each, sizes, sum_to
+from .window_gradients import WindowGradient, zero_padded
 
 K = ParamKind
 
 
-def _is_whole(e: Emit, operand: int, dim: int) -> bool:
+def holds_all(e: Emit, operand: int, dim: int) -> bool:
     return e.operand_shapes[operand][dim] == e.call.types[operand].shape[dim]
 
 
-def _same_ndim(call: Call, *others: TensorType) -> None:
+def checked_index(e: Emit, operand: int, n: int) -> str:
+    """Text of an operand as checked indices of a dim of size n."""
+    return f"K.checked({e.operands[operand]}, {n})"
+
+
+def checked_place(e: Emit, name: str, n: int) -> str:
+    """Text of a scalar argument as one checked index of a dim of size n, counted from the front."""
+    return f"K.checked_place({e.scalar(name)}, {n})"
+
+
+def check_same_ndim(call: Call, *others: TensorType) -> None:
     for other in others:
         check_ndim(
             call.op.name,
@@ -49,7 +63,7 @@ def _same_ndim(call: Call, *others: TensorType) -> None:
 
 def _take_infer(call: Call) -> tuple[TensorType, ...]:
     arg, index = call.types
-    _same_ndim(call, index)
+    check_same_ndim(call, index)
     check_index(call, index)
     dim = dim_of(call)
     shape = list(broadcast_shapes(call.op.name, [with_size(arg.shape, dim, 1), with_size(index.shape, dim, 1)]))
@@ -69,15 +83,48 @@ def _take_rule(call: Call) -> Rule:
 
 def _take_emit(e: Emit) -> str:
     dim = dim_of(e.call)
-    index = lookups.checked_index(e, 1, e.call.types[0].shape[dim])
-    if _is_whole(e, 0, dim):
+    index = checked_index(e, 1, e.call.types[0].shape[dim])
+    if holds_all(e, 0, dim):
         return f"torch.take_along_dim({e.operands[0]}, {index}, {dim})"
     return f"K.take({e.operands[0]}, {index}, {dim}, {e.operand_runs(0)[dim]})"
 
 
+@kernel
+def take(x: torch.Tensor, index: torch.Tensor, dim: int, runs: Runs) -> torch.Tensor:
+    """`torch.take_along_dim` of the indices in `runs`, zero for the others; all dims but `dim` broadcast."""
+    places, inside = local_places(index, runs)
+    if x.shape[dim] == 0:
+        x = x.new_zeros([1 if d == dim else n for d, n in enumerate(x.shape)])
+    return torch.where(inside, torch.take_along_dim(x, places, dim), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _take_nvfuser(n: NvfuserEmit) -> Any:
+    """A rank looks up the indices that it holds; the others give zero."""
+    dim, runs = dim_of(n.call), n.operand_runs(0)[dim_of(n.call)]
+    if is_whole(n, 0, dim):
+        return n.plain()
+    if not runs:
+        return zeros(n)
+    places, inside = nvfuser_places(n, n.operands[1], runs)
+    return zero_where_not(n, inside, n.ops.take_along_axis(n.operands[0], places, dim), n.call.types[0].dtype)
+
+
+def add_where_read(b: Backward, index: Tensor) -> Tensor:
+    """The gradient added where its element was read.
+
+    The dim that was read from is free in `take_along_axis_bwd`: each rank adds up what belongs to the indices that it
+    holds, so that the gradient of a sharded operand is made in shards, without communication.
+    """
+    return b.ops.take_along_axis_bwd(b.grad, index, b.dim, sizes(b["arg"])[b.dim])
+
+
+def _take_vjp(b: Backward) -> Tensor:
+    return sum_to(b, add_where_read(b, b["index"]), b["arg"])
+
+
 def _gather_infer(call: Call) -> tuple[TensorType, ...]:
     arg, index = call.types
-    _same_ndim(call, index)
+    check_same_ndim(call, index)
     check_index(call, index)
     dim = dim_of(call)
     for d, (n, m) in enumerate(zip(arg.shape, index.shape, strict=True)):
@@ -108,10 +155,38 @@ def _gather_emit(e: Emit) -> str:
     for d, (n, m) in enumerate(zip(arg.shape, index.shape, strict=True)):
         if d != dim and n != m:
             text = f"K.take_rows({text}, {d}, {e.operand_runs(1)[d]})"
-    checked = lookups.checked_index(e, 1, arg.shape[dim])
-    if _is_whole(e, 0, dim):
+    checked = checked_index(e, 1, arg.shape[dim])
+    if holds_all(e, 0, dim):
         return f"{text}.gather({dim}, {checked})"
     return f"K.take({text}, {checked}, {dim}, {e.operand_runs(0)[dim]})"
+
+
+@kernel
+def take_rows(x: torch.Tensor, dim: int, runs: Runs) -> torch.Tensor:
+    """The indices in `runs` of one dim of a whole tensor."""
+    return x.index_select(dim, global_index(runs, x.device))
+
+
+def _gather_nvfuser(n: NvfuserEmit) -> Any:
+    """As take_along_axis; in dims where the index is shorter, only its part of the operand is read."""
+    (arg, index), dim, tensor = n.call.types, dim_of(n.call), n.operands[0]
+    for d in range(arg.ndim):
+        if d != dim and arg.shape[d] != index.shape[d] and n.operand_runs(1)[d] != ((0, index.shape[d]),):
+            tensor = n.ops.index_select(tensor, nvfuser_index(n, n.operand_runs(1)[d]), d)
+    if is_whole(n, 0, dim):
+        return n.plain(arg=tensor)
+    if not n.operand_runs(0)[dim]:
+        return zeros(n)
+    places, inside = nvfuser_places(n, n.operands[1], n.operand_runs(0)[dim])
+    return zero_where_not(n, inside, n.ops.gather(tensor, places, dim), arg.dtype)
+
+
+def _gather_vjp(b: Backward) -> Tensor:
+    """As of take_along_axis, with zeros for what the operand has beyond a shorter index."""
+    x, index, dim = b["arg"], b["index"], b.dim
+    pairs = zip(sizes(x), sizes(index), strict=True)
+    after = [0 if d == dim else n - m for d, (n, m) in enumerate(pairs)]
+    return zero_padded(b.ops, add_where_read(b, index), [0] * x.ndim, after)
 
 
 def _index_select_infer(call: Call) -> tuple[TensorType, ...]:
@@ -133,10 +208,47 @@ def _index_select_rule(call: Call) -> Rule:
 
 def _index_select_emit(e: Emit) -> str:
     dim = dim_of(e.call)
-    index = lookups.checked_index(e, 1, e.call.types[0].shape[dim])
-    if _is_whole(e, 0, dim):
+    index = checked_index(e, 1, e.call.types[0].shape[dim])
+    if holds_all(e, 0, dim):
         return f"{e.operands[0]}.index_select({dim}, {index})"
     return f"K.index_select({e.operands[0]}, {index}, {dim}, {e.operand_runs(0)[dim]})"
+
+
+@kernel
+def index_select(x: torch.Tensor, index: torch.Tensor, dim: int, runs: Runs) -> torch.Tensor:
+    """`torch.index_select` of the indices in `runs`, zero for the others."""
+    places, inside = local_places(index.reshape(-1), runs)
+    if x.shape[dim] == 0:
+        return x.new_zeros([len(places) if d == dim else n for d, n in enumerate(x.shape)])
+    return x.index_select(dim, places).masked_fill(~inside.reshape(_sized(-1, dim, x.ndim)), 0)
+
+
+def _sized(n: int, dim: int, ndim: int) -> list[int]:
+    return [n if d == dim else 1 for d in range(ndim)]
+
+
+def _index_select_nvfuser(n: NvfuserEmit) -> Any:
+    dim = dim_of(n.call)
+    return _rows(n, n.operands[0], n.operands[1], dim, n.operand_runs(0)[dim], is_whole(n, 0, dim))
+
+
+def _rows(n: NvfuserEmit, tensor: Any, index: Any, dim: int, runs: Runs, whole: bool) -> Any:
+    """The rows of a dim that an index vector names; zero for those that the rank does not hold."""
+    if whole:
+        return n.ops.index_select(tensor, index, dim)
+    if not runs:
+        return zeros(n)
+    places, inside = nvfuser_places(n, index, runs)
+    kind, ndim = n.call.types[0], n.call.types[0].ndim
+    made = n.ops.index_select(tensor, places, dim)
+    kept = along(n, inside, dim, ndim) if n.call.types[1].ndim else inside
+    return zero_where_not(n, kept, made, kind.dtype)
+
+
+def _index_select_vjp(b: Backward) -> Tensor:
+    index, ndim = b["index"], b["arg"].ndim
+    flags = [d != b.dim for d in range(ndim)]
+    return add_where_read(b, b.ops.broadcast(index, flags if index.ndim else [True] * ndim))
 
 
 def _select_infer(call: Call) -> tuple[TensorType, ...]:
@@ -153,10 +265,43 @@ def _select_rule(call: Call) -> Rule:
 
 def _select_emit(e: Emit) -> str:
     dim = dim_of(e.call)
-    index = lookups.checked_place(e, "index", e.call.types[0].shape[dim])
-    if _is_whole(e, 0, dim):
+    index = checked_place(e, "index", e.call.types[0].shape[dim])
+    if holds_all(e, 0, dim):
         return f"{e.operands[0]}.select({dim}, {index})"
     return f"K.select({e.operands[0]}, {index}, {dim}, {e.operand_runs(0)[dim]})"
+
+
+@kernel
+def select(x: torch.Tensor, index: int, dim: int, runs: Runs) -> torch.Tensor:
+    """`torch.select` where the rank holds the index, zeros elsewhere."""
+    place = local_place(index, runs)
+    return x.new_zeros([n for d, n in enumerate(x.shape) if d != dim]) if place is None else x.select(dim, place)
+
+
+def _select_nvfuser(n: NvfuserEmit) -> Any:
+    """Zeros where the rank does not hold the index; a negative index counts from the end of the whole dim."""
+    dim, index = dim_of(n.call), n.call["index"]
+    if not isinstance(index, int):
+        if is_whole(n, 0, dim):
+            return n.plain()
+        raise ToTorch("an index that is known at run time only, in a dim of which the rank has some")
+    index += n.call.types[0].shape[dim] if index < 0 else 0
+    before = 0
+    for a, b in n.operand_runs(0)[dim]:
+        if a <= index < b:
+            return n.plain(index=n.val(before + index - a))
+        before += b - a
+    return zeros(n)
+
+
+def _select_vjp(b: Backward) -> Tensor | WindowGradient:
+    """Zeros around what was selected."""
+    x, dim, index = b["arg"], b.dim, b["index"]
+    n = sizes(x)[dim]
+    if isinstance(index, int) and isinstance(n, int):
+        grad = b.ops.broadcast(b.grad, [d == dim for d in range(x.ndim)])
+        return WindowGradient(grad, tuple(index % n if d == dim else 0 for d in range(x.ndim)))
+    return b.ops.select_bwd(b.grad, index, dim, n)
 
 
 def _has_place(call: Call) -> bool:
@@ -176,89 +321,6 @@ def _sliced_select(
     return [r.call("squeeze", r.call("slice", operands[0], start, stop), [dim])]
 
 
-def _embedding_infer(call: Call) -> tuple[TensorType, ...]:
-    index, weight = call.types
-    check_ndim("embedding_fwd", "the weight", weight, 2, 2)
-    check_index(call, index)
-    _check_padding(call["padding_idx"], weight)
-    return (TensorType((*index.shape, weight.shape[1]), weight.dtype),)
-
-
-def _check_padding(padding: Any, weight: TensorType) -> None:
-    """Raises DefinitionError unless it is a row of the table, counted from the end if negative.
-
-    Of a scalar the type counts.
-    """
-    n, place = weight.shape[0], as_int(padding)
-    if padding is None or (isinstance(padding, ScalarRef) and padding.dtype in (None, DataType.Int, DataType.Int32)):
-        return
-    if place is None or (n != UNKNOWN and not -n <= place < n):
-        found = "a scalar of another type" if isinstance(padding, ScalarRef) else str(padding)
-        rows = f"an int from {-n} to {n - 1}" if n != UNKNOWN else "an int"
-        raise user_error("embedding_fwd: padding_idx", found, f"{rows}, a row of {weight}",
-                         "Pass an existing row, or None.")  # fmt: skip
-
-
-def _embedding_rule(call: Call) -> Rule:
-    """b*, v e -> b* e, summed over v; a norm limit needs the rows whole."""
-    (index, weight), builder = call.types, RuleBuilder()
-    places, rows = builder.dims(index.shape), builder.reduction(weight.shape[0])
-    row = builder.factor(weight.shape[1]) if call["max_norm"] is None else builder.blocked(weight.shape[1])
-    return builder.build([places, (rows, row)], [(*places, row)])
-
-
-def _embedding_emit(e: Emit) -> str:
-    """Text of the call; padding_idx, scale_grad_by_freq and sparse matter for gradients only."""
-    weight, index = e.operands[1], lookups.checked_index(e, 0, e.call.types[1].shape[0])
-    text = f"F.embedding({index}, {weight})"
-    if not _is_whole(e, 1, 0):
-        text = f"K.embedding({index}, {weight}, {e.operand_runs(1)[0]})"
-    if e.call["max_norm"] is None:
-        return text
-    norm_type = "2.0" if e.call["norm_type"] is None else e.scalar("norm_type")
-    return f"K.limit_norm({text}, {e.scalar('max_norm')}, {norm_type})"
-
-
-def _scatter_infer(call: Call) -> tuple[TensorType, ...]:
-    arg, *others = call.types
-    _same_ndim(call, *others)
-    check_index(call, others[0])
-    index, dim = others[0], dim_of(call)
-    for what, limit in (("the tensor", arg), ("the source", others[-1])):
-        for d, (n, most) in enumerate(zip(index.shape, limit.shape, strict=True)):
-            if UNKNOWN not in (n, most) and n > most and not (limit is arg and d == dim):
-                raise user_error(f"scatter: dim {d} of the index is larger than that of {what}", str(n),
-                                 f"{most} or less", "Check the operands' shapes.")  # fmt: skip
-    return (arg,)
-
-
-def _scatter_rule(call: Call) -> Rule:
-    """The index is needed whole along its dim.
-
-    Other dims pass through where all sizes are equal, else they are whole.
-    """
-    dim, builder, shape = dim_of(call), RuleBuilder(), call.types[0].shape
-    written: list[tuple[int, ...]] = []
-    sources: list[list[tuple[int, ...]]] = [[] for _ in call.types[1:]]
-    for d, n in enumerate(shape):
-        equal = all(t.shape[d] == n for t in call.types[1:])
-        written.append(builder.factor(n) if d == dim or equal else builder.blocked(n))
-        for t, dims in zip(call.types[1:], sources, strict=True):
-            dims.append(written[d] if d != dim and equal else builder.blocked(t.shape[d]))
-    target: DimFactors = tuple(written)
-    return builder.build([target, *map(tuple, sources)], [target])
-
-
-def _scatter_emit(e: Emit) -> str:
-    dim, source = dim_of(e.call), e.operand("src") or e.scalar("src")
-    arg, index = e.call.types[0], lookups.checked_index(e, 1, e.call.types[0].shape[dim])
-    if not _is_whole(e, 0, dim):
-        return f"K.scatter({e.operands[0]}, {index}, {source}, {dim}, {e.operand_runs(0)[dim]})"
-    if isinstance(e.call["src"], TensorRef) and e.call.types[2].dtype is not arg.dtype:
-        source = f"{source}.to({e.operands[0]}.dtype)"
-    return f"{e.operands[0]}.scatter({dim}, {index}, {source})"
-
-
 def _t(*shape: int, dtype: DataType = DataType.Float) -> TensorType:
     return TensorType(shape, dtype)
 
@@ -276,26 +338,7 @@ def _take_samples() -> list[Sample]:
     ]
 
 
-def _scatter_samples() -> list[Sample]:
-    index = _t(3, 8, dtype=DataType.Int)
-    values = {1: [5] * 8 + [0] * 8 + [2] * 8}
-    return [
-        Sample((_t(6, 8), index, _t(3, 8), 0), values=values),
-        Sample((_t(6, 8), index, 1.5, 0), values=values),
-        Sample((_t(6, 9), index, _t(4, 8), 0), values=values),
-    ]
-
-
-def _embedding_samples() -> list[Sample]:
-    index, weight, values = _t(2, 6, dtype=DataType.Int), _t(10, 8), {0: (9, 0, 4, 7, 2)}
-    return [Sample((index, weight), values=values), Sample((index, weight, None, 1.5), values=values)]
-
-
 _ARG, _INDEX, _DIM = Param("arg", K.TENSOR), Param("index", K.TENSOR), Param("dim", K.DIM)
-_EMBEDDING = tuple(
-    Param(name, K.OPTIONAL_SCALAR, None)
-    for name in ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-)
 OPS = (
     OpDef(
         "take_along_axis",
@@ -304,10 +347,10 @@ OPS = (
         _take_rule,
         _take_emit,
         Partial.FIRST,
-        picked,
+        flops_of_lookup,
         samples=lambda: [*_take_samples(), _lookup(_t(6, 8), (1, 3), 1, 0, 7, 3)],
-        nvfuser=nvfuser_forms.take,
-        vjp=INDEXING["take_along_axis"],
+        nvfuser=_take_nvfuser,
+        vjp=each(arg=_take_vjp),
         about="elements along `dim` by an index that broadcasts against the other dims",
     ),
     OpDef(
@@ -317,10 +360,10 @@ OPS = (
         _gather_rule,
         _gather_emit,
         Partial.FIRST,
-        picked,
+        flops_of_lookup,
         samples=lambda: [*_take_samples()[::2], _lookup(_t(6, 8), (4, 3), 1, 0, 7, 3, 5, 2)],
-        nvfuser=nvfuser_forms.gather,
-        vjp=INDEXING["gather"],
+        nvfuser=_gather_nvfuser,
+        vjp=each(arg=_gather_vjp),
         about="elements along `dim` by an index of the result's shape, as torch.gather",
     ),
     OpDef(
@@ -330,10 +373,10 @@ OPS = (
         _index_select_rule,
         _index_select_emit,
         Partial.FIRST,
-        picked,
+        flops_of_lookup,
         samples=lambda: [_lookup(_t(6, 8), (5,), 1, 7, 0, 3, 3, 6), _lookup(_t(6, 8), (), 0, 4)],
-        nvfuser=nvfuser_forms.index_select,
-        vjp=INDEXING["index_select"],
+        nvfuser=_index_select_nvfuser,
+        vjp=each(arg=_index_select_vjp),
         about="the slices of `dim` that a list of indices names",
     ),
     OpDef(
@@ -344,34 +387,11 @@ OPS = (
         _select_emit,
         Partial.MOVE,
         samples=lambda: [Sample((_t(6, 8), 5, 1)), Sample((_t(6, 8), -1, 0))],
-        nvfuser=nvfuser_forms.select,
+        nvfuser=_select_nvfuser,
         distributed=_sliced_select,
         has_form=_has_place,
-        vjp=INDEXING["select"],
+        vjp=each(arg=_select_vjp),
         is_view=True,
         about="one slice of `dim`, which goes",
-    ),
-    OpDef(
-        "embedding_fwd",
-        (Param("input", K.TENSOR), Param("weight", K.TENSOR), *_EMBEDDING),
-        _embedding_infer,
-        _embedding_rule,
-        _embedding_emit,
-        flops=picked,
-        samples=_embedding_samples,
-        nvfuser=nvfuser_forms.embedding,
-        vjp=INDEXING["embedding_fwd"],
-        about="rows of `weight` by index, as torch's embedding",
-    ),
-    OpDef(
-        "scatter",
-        (_ARG, _INDEX, Param("src", K.TENSOR_OR_SCALAR), _DIM),
-        _scatter_infer,
-        _scatter_rule,
-        _scatter_emit,
-        samples=_scatter_samples,
-        nvfuser=nvfuser_forms.scatter,
-        vjp=INDEXING["scatter"],
-        about="`arg` with `src` written along `dim` at the places that `index` names",
     ),
 )

@@ -26,7 +26,7 @@ def plain_text(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LocalCall:
-    """A call on one rank, with the shardings that it is computed in. Implements `ops.base.Emit`."""
+    """A call on one rank, with the shardings that it is computed in. Implements `ops.opdef.Emit`."""
 
     call: Call
     operands: Sequence[str]

@@ -1,19 +1,27 @@
-"""Matrix products: matmul and linear."""
+"""Matrix products: matmul and linear.
+
+A weight's gradient is one `contract` over all batch dims: each rank computes its terms, and one reduction follows.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from ..dtypes import DataType
-from ..gradients.products import LINEAR, MATMUL
-from . import nvfuser_forms
-from .opdef import Call, Emit, OpDef, Partial, Sample, Writing, cast_to
+from ..kernels.table import kernel
+from .opdef import Call, Emit, NvfuserEmit, OpDef, Partial, Sample, Writing, cast_to
 from .rules import DimFactors, Rule, RuleBuilder
 from .shape_arithmetic import aligned_dims, broadcast_shapes, check_dtypes, check_ndim, check_same_size
 from .values import Param, ParamKind, TensorRef, TensorType
+from .vjp import Backward, Tensor, each, sum_to, transposed
 
 K = ParamKind
+
+# matmul -----------------------------------------------------------------------------------------------------------
 
 
 def _matmul_infer(call: Call) -> tuple[TensorType, ...]:
@@ -45,7 +53,7 @@ def _matmul_flops(call: Call) -> float:
 
 
 def _rows(e: Emit) -> str:
-    """Text of the first operand in a product with a matrix, dense: torch would multiply rows with gaps one by one."""
+    """Text of the first operand; dense in a product with a matrix, as torch multiplies rows with gaps one by one."""
     many = e.call.types[0].ndim > 2 and e.call.types[1].ndim == 2
     return f"{e.operands[0]}.contiguous()" if many else e.operands[0]
 
@@ -56,18 +64,74 @@ def _matmul_emit(e: Emit) -> str:
 
 def _matmul_into(e: Emit, target: str) -> str | None:
     if min(t.ndim for t in e.call.types) < 2:
-        return None  # For a vector torch would resize the tensor that it writes into, which may be part of another.
+        return None  # For a vector torch resizes `out`, which may be part of another tensor.
     return _product_into(e, e.operands[1], target)
 
 
 def _product_into(e: Emit, second: str, target: str) -> str:
     """Text of a product written into `target`.
 
-    With more than two dims, torch must see the rows of `target` as one matrix's.
+    With more than two dims torch must be able to view `target` as one matrix.
     """
     many = e.call.types[0].ndim > 2 and e.call.types[1].ndim == 2
     function, end = ("K.rows_into", target) if many else ("torch.matmul", f"out={target}")
     return f"{function}({e.operands[0]}, {second}, {end})"
+
+
+@kernel
+def rows_into(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes [b*, k] times [k, n] into `out` [b*, n], which may be a slice of a larger tensor."""
+    rows = x.flatten(0, -2)
+    try:
+        into = out.view(rows.shape[0], out.shape[-1])
+    except RuntimeError:  # The strides are not those of one matrix.
+        out.copy_(torch.mm(rows, matrix).view(out.shape))
+    else:
+        torch.mm(rows, matrix, out=into)
+
+
+def _matmul_a_bwd(b: Backward) -> Tensor:
+    left, right = b["a"], b.conj(b["b"])
+    if right.ndim == 1:
+        return b.ops.mul(_with_dim(b, b.grad, -1), right)
+    if right.ndim == 2:
+        return b.ops.linear(b.grad, right)
+    if left.ndim > 2:
+        return sum_to(b, b.ops.matmul(b.grad, transposed(b, right)), left)
+    grad = b.grad if left.ndim == 1 else transposed(b, b.grad)
+    return b.ops.contract(grad, transposed(b, right), right.ndim - 1)
+
+
+def _matmul_b_bwd(b: Backward) -> Tensor:
+    left, right = b.conj(b["a"]), b["b"]
+    if right.ndim < 3:
+        return b.ops.contract(left, b.grad, left.ndim - 1)
+    if left.ndim == 1:
+        return b.ops.mul(_with_dim(b, left, -1), _with_dim(b, b.grad, -2))
+    return sum_to(b, b.ops.matmul(transposed(b, left), b.grad), right)
+
+
+def _with_dim(b: Backward, x: Tensor, dim: int) -> Tensor:
+    """The tensor with a new dim of size 1 at `dim`, counted from the back."""
+    ndim = x.ndim + 1
+    return b.ops.broadcast(x, [d == ndim + dim for d in range(ndim)])
+
+
+def _types(*shapes: tuple[int, ...]) -> tuple[TensorType, ...]:
+    return tuple(TensorType(shape, DataType.Float) for shape in shapes)
+
+
+def _matmul_samples() -> list[Sample]:
+    return [
+        Sample(_types((6, 4), (4, 8))),
+        Sample(_types((2, 6, 4), (2, 4, 8))),
+        Sample(_types((3, 2, 6, 4), (1, 4, 8))),
+        Sample(_types((4,), (4, 8))),
+        Sample(_types((6, 4), (4,))),
+    ]
+
+
+# linear -----------------------------------------------------------------------------------------------------------
 
 
 def _linear_infer(call: Call) -> tuple[TensorType, ...]:
@@ -88,7 +152,7 @@ def _check_bias(bias: TensorType, w: TensorType) -> None:
 
 
 def _linear_rule(call: Call) -> Rule:
-    """b* k, d n k, d n -> d b* n, where d and n are there only if the weight has them."""
+    """b* k, d n k, d n -> d b* n; the weight may lack d, or d and n."""
     x, w = call.types[:2]
     builder = RuleBuilder()
     stacked = builder.dims(w.shape[:-2])
@@ -100,8 +164,8 @@ def _linear_rule(call: Call) -> Rule:
     return builder.build(operands, [(*stacked, *batch, *columns)])
 
 
-def _linear_apart(r: Writing, call: Call, operands: tuple[TensorRef, ...]) -> Sequence[TensorRef]:
-    """The product without the bias, and then the bias added."""
+def _split_bias(r: Writing, call: Call, operands: tuple[TensorRef, ...]) -> Sequence[TensorRef]:
+    """The product without the bias, and an add."""
     x, w, bias = operands
     product, result = r.call("linear", x, w), call.results[0]
     stacked, columns = r.type(w).ndim - 2, r.type(bias).ndim - max(r.type(w).ndim - 2, 0)
@@ -126,18 +190,50 @@ def _linear_into(e: Emit, target: str) -> str | None:
     return _product_into(e, f"{w}.t()", target)
 
 
-def _types(*shapes: tuple[int, ...]) -> tuple[TensorType, ...]:
-    return tuple(TensorType(shape, DataType.Float) for shape in shapes)
+@kernel
+def stacked_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[b*, k] times [d, n, k], plus [d, n], to [d, b*, n]; the bias is added before 16-bit floats are rounded."""
+    rows, matrices = x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1]), weight.transpose(-1, -2)
+    if bias is None:
+        out = torch.matmul(rows, matrices)
+    else:
+        out = torch.baddbmm(bias.unsqueeze(1), rows.expand(weight.shape[0], -1, -1), matrices)
+    return out.reshape(weight.shape[0], *x.shape[:-1], weight.shape[1])
 
 
-def _matmul_samples() -> list[Sample]:
-    return [
-        Sample(_types((6, 4), (4, 8))),
-        Sample(_types((2, 6, 4), (2, 4, 8))),
-        Sample(_types((3, 2, 6, 4), (1, 4, 8))),
-        Sample(_types((4,), (4, 8))),
-        Sample(_types((6, 4), (4,))),
-    ]
+def _linear_nvfuser(n: NvfuserEmit) -> Any:
+    """One of the ranks with terms of the result adds the bias; a 1-D weight is a matmul."""
+    bias = n.operand("bias") if n.leads() else None
+    if n.call.types[1].ndim > 1:
+        return n.plain(bias=bias)
+    out = n.ops.matmul(n.operands[0], n.operands[1])
+    dtype = n.call.results[0].dtype
+    return out if bias is None else n.ops.cast(n.ops.add(out, bias), n.dtype(dtype))
+
+
+def _linear_input_bwd(b: Backward) -> Tensor:
+    weight = b.conj(b["weight"])
+    if weight.ndim == 1:
+        return b.ops.mul(_with_dim(b, b.grad, -1), weight)
+    if weight.ndim == 2:
+        return b.ops.matmul(b.grad, weight)
+    last = b.grad.ndim - 1
+    return b.ops.contract(b.ops.permute(b.grad, [0, last, *range(1, last)]), weight, 2)
+
+
+def _linear_weight_bwd(b: Backward) -> Tensor:
+    x, grad = b.conj(b["input"]), b.grad
+    rows = x.ndim - 1
+    if b["weight"].ndim > 2:
+        grad = b.ops.permute(grad, [*range(1, rows + 1), 0, rows + 1])
+    return b.ops.contract(grad, x, rows)
+
+
+def _linear_bias_bwd(b: Backward) -> Tensor:
+    """`grad` summed over the input's batch dims, which come after the dim of a stack of weights."""
+    first = b["weight"].ndim - 2 if b["weight"].ndim > 2 else 0
+    dims = list(range(first, first + b["input"].ndim - 1))
+    return b.ops.sum(b.grad, dims) if dims else b.grad
 
 
 def _linear_samples() -> list[Sample]:
@@ -163,10 +259,13 @@ OPS = (
         Partial.EACH,
         _matmul_flops,
         _matmul_samples,
-        vjp=MATMUL,
+        vjp=each(a=_matmul_a_bwd, b=_matmul_b_bwd),
         into=_matmul_into,
         accumulates_wide=True,
-        pieced=True,
+        concat_distributive=True,
+        uses_library=True,
+        scheduler="expr_eval",
+        follows_weight_first=True,
         about="matrix product, as torch.matmul: vectors, matrices, and batches that broadcast",
     ),
     OpDef(
@@ -182,12 +281,15 @@ OPS = (
         Partial.EACH,
         _linear_flops,
         _linear_samples,
-        nvfuser=nvfuser_forms.linear,
-        vjp=LINEAR,
-        apart=_linear_apart,
+        nvfuser=_linear_nvfuser,
+        vjp=each(input=_linear_input_bwd, weight=_linear_weight_bwd, bias=_linear_bias_bwd),
+        split_last_operand=_split_bias,
         into=_linear_into,
         accumulates_wide=True,
-        pieced=True,
+        concat_distributive=True,
+        uses_library=True,
+        scheduler="expr_eval",
+        follows_weight_first=True,
         about="`input` times the transpose of `weight`, plus `bias`; a 3-d weight is a stack of weights",
     ),
 )

@@ -16,6 +16,7 @@ from .opdef import NvfuserEmit, ToTorch
 _MOST_RUNS = 8  # Each takes ops of its own in nvFuser's definition.
 # By category: Bool, integers, floating point, complex.
 ZERO: tuple[bool | int | float | complex, ...] = (False, 0, 0.0, 0j)
+_CATEGORY: tuple[Callable[[Any], Any], ...] = (bool, int, float, complex)
 
 
 def with_local_shape(name: str) -> Callable[[NvfuserEmit], Any]:
@@ -62,13 +63,13 @@ def sliced(
     return ops.broadcast(tensor, [d in alone for d in range(len(shape))]) if alone else tensor
 
 
-def global_index(n: NvfuserEmit, runs: Runs) -> Any:
+def nvfuser_index(n: NvfuserEmit, runs: Runs) -> Any:
     """The global indices in the runs as an Int vector."""
     parts = [step_index(n, a, b - a) for a, b in _few(runs) or ((0, 0),)]
     return parts[0] if len(parts) == 1 else n.ops.cat(parts, 0)
 
 
-def local_places(n: NvfuserEmit, index: Any, runs: Runs) -> tuple[Any, Any]:
+def nvfuser_places(n: NvfuserEmit, index: Any, runs: Runs) -> tuple[Any, Any]:
     """(where each global index lies in a shard with these runs, whether it is there); place 0 for indices elsewhere.
 
     There is at least one run.
@@ -114,3 +115,12 @@ def zero_where_not(n: NvfuserEmit, kept: Any, tensor: Any, dtype: DataType) -> A
     if dtype.category is Category.BOOL:
         return n.ops.logical_and(kept, tensor)
     return n.ops.cast(n.ops.where(kept, tensor, ZERO[dtype.category]), n.dtype(dtype))
+
+
+def of_category(n: NvfuserEmit, name: str, dtype: DataType) -> Any:
+    """A scalar argument as a Val of the category (bool, integer, floating point, complex) of a type."""
+    value = n.number(name)
+    if isinstance(value, (bool, int, float, complex)):
+        return n.val(_CATEGORY[dtype.category](value))
+    kinds = (DataType.Bool, DataType.Int, DataType.Double, DataType.ComplexDouble)
+    return n.ops.cast(value, n.dtype(kinds[dtype.category]))

@@ -191,13 +191,13 @@ Lowering = Callable[[Emit], "str | tuple[str, ...]"]
 
 
 class Writing(Protocol):
-    """What an op's forms (`distributed`, `apart`, `rounds`) append ops with.
+    """What an op's forms (`distributed`, `split_last_operand`, `ring_schedule`) append ops with.
 
     `rewrites.graph_writer.GraphWriter` is one.
 
-    `operand` is the place of the operand that a distributed form is asked for. `pieces`: in how many equal ones the
-    sharded dim is cut, so that each lies on one rank. These are its blocks, unless a rank has several that are not
-    neighbours.
+    operand: the place of the operand with the sharded dim that a distributed form is for.
+    pieces: the number of equal pieces of that dim that each lie on one rank: its blocks, unless a rank has several
+        blocks that are not adjacent.
     """
 
     operand: int
@@ -217,8 +217,8 @@ def cast_to(r: Writing, x: TensorRef, dtype: DataType) -> TensorRef:
     return x if r.type(x).dtype is dtype else r.call("cast", x, dtype)
 
 
-# (writing, the call, its operands) -> its results, with the last operand added by another op.
-Apart = Callable[[Writing, "Call", tuple[TensorRef, ...]], "Sequence[TensorRef]"]
+# (writer, call, operands) -> results, with the last operand added by another op.
+SplitLastOperand = Callable[[Writing, "Call", tuple[TensorRef, ...]], "Sequence[TensorRef]"]
 
 
 class BlockOrder(NamedTuple):
@@ -228,17 +228,17 @@ class BlockOrder(NamedTuple):
     order: tuple[int, ...]
 
 
-# (writing, the call, its operands, a sharded dim of one of them that the op needs whole, in how many blocks it
-# lies over ranks, 0 where it does not lie in blocks) -> its results, or None where it has no such form for this call.
+# (writer, call, operands, a sharded dim that the op needs whole, the number of its blocks over ranks or 0 if it is not
+# in blocks) -> results, or None if the call has no distributed form.
 DistributedForm = Callable[[Writing, "Call", tuple[TensorRef, ...], int, int], "Sequence[TensorRef] | None"]
 
 
-class Rounds(NamedTuple):
-    """How ranks compute an op in rounds, between which blocks travel, where the user asks for it.
+class RingSchedule(NamedTuple):
+    """How ranks compute an op in rounds, between which blocks travel, if the user wants that.
 
-    rule: the factor rule within one round. It says which blocks meet on a rank; over all rounds every rank needs more.
-    write: (writing, the call, its operands) -> its results, in ordinary ops: those of each round, local where its
-        operands are, and the block orders (`BlockOrder`) by which blocks travel.
+    rule: the factor rule within one round: which blocks meet on a rank.
+    write: (writer, call, operands) -> results, in ordinary ops: those of each round, local to their operands, and block
+        orders (`BlockOrder`) by which blocks travel.
     """
 
     rule: Callable[[Call], Rule]
@@ -251,8 +251,8 @@ def _elementwise_flops(call: Call) -> float:
     return float(max((t.numel for t in (*call.results, *call.types)), default=0))
 
 
-def picked(call: Call) -> float:
-    """`flops` of an op that reads only as many elements of its operands as it makes, however large they are."""
+def flops_of_lookup(call: Call) -> float:
+    """`flops` of an op that reads as many elements as its results have, however large its operands are."""
     return float(sum([made.numel for made in call.results]))
 
 
@@ -307,11 +307,11 @@ class OpDef:
     # For which calls there is a distributed form; None for all.
     has_form: Callable[[Call], bool] | None = None
     # How the op is computed in rounds, for operands that are sharded otherwise than `rule` takes them.
-    rounds: Rounds | None = None
-    # The op in two steps: without its last operand, and adding that (a bias: it is added once, and not summed).
-    apart: Apart | None = None
-    # If the result is a window of the first operand, or the operand one of the result: (by dim the operand's index that
-    # is the result's index 0, what fills the rest). If the op only reorders blocks, their order. None for other calls.
+    ring_schedule: RingSchedule | None = None
+    # The op without its last operand, which another op adds (a bias, which is not part of the terms of a sum).
+    split_last_operand: SplitLastOperand | None = None
+    # For a result that is a window of the first operand, or of which that is a window: (by dim the operand's index at
+    # the result's index 0, the fill of the rest). For an op that reorders blocks: their order. None for other calls.
     window: Callable[[Call], tuple[tuple[int, ...], Any] | BlockOrder | None] | None = None
     # Its gradients in ops of the table; None where it has no derivative.
     vjp: Vjp | None = None
@@ -321,11 +321,29 @@ class OpDef:
     accumulates_wide: bool = False
     # Whether the op may be computed on the parts of a dim: its results on these, put together or (for a reduced dim)
     # reduced, are then its result on the whole. A SHAPE parameter must be the result's shape.
-    pieced: bool = False
+    concat_distributive: bool = False
     # Whether the result is a view of the first operand, if that is dense.
     is_view: bool = False
     # Whether the op does nothing where operand and result have the same shape, and is then left out.
     identity_when_same_shape: bool = False
+    # Whether it only adds, repeats, merges or splits dims of its operand: what is known of all elements is still true.
+    keeps_elements: bool = False
+    # If it only repeats elements: of every dim of the operand the place among the result's dims.
+    repeats: Callable[[Call], Sequence[int]] | None = None
+    # Whether it computes nothing from elements, but moves them or makes them from their places: cheap to do again.
+    is_cheap: bool = False
+    # Whether a library computes it in nvFuser as in torch: cuBLAS or flash attention.
+    uses_library: bool = False
+    # The nvFuser scheduler of a kernel that has the op ("expr_eval", "resize"); "" if its other ops decide.
+    scheduler: str = ""
+    # Whether nvFuser has results follow the shardings of the weight and bias before that of the first operand.
+    follows_weight_first: bool = False
+    # In nvFuser, of every result (by place) the operand (by place) whose order of dims in memory it takes.
+    laid_out_like: tuple[int, ...] = ()
+    # The same in torch, on whole tensors and the op's other arguments: tests compare the lowering with it in float64.
+    reference: Callable[..., Any] | None = None
+    # Whether its value jumps: only exactly equal operands give equal results, so tests give it numbers that are exact.
+    jumps: bool = False
     # The open interval from which tests draw real operands.
     domain: tuple[float, float] | None = None
     # A Python function that the emitted text calls as OP.name.

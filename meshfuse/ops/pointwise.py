@@ -1,4 +1,7 @@
-"""Ops that work element by element: unary, binary and ternary, on tensors and scalars."""
+"""Elementwise ops: type rule, factor rule, lowerings and samples that all of them share.
+
+The ops are in `functions`, `arithmetic`, `logic` and `casts`.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..dtypes import Category, DataType
+import torch
+
+from ..dtypes import Category, DataType, scalar_dtype
 from ..errors import DtypeError, user_error
-from ..gradients.pointwise import POINTWISE
-from . import nvfuser_pointwise
-from .docstrings import MEANINGS
+from ..kernels.tensors import tensor_like
+from .nvfuser_lowering import cast
 from .opdef import Call, Emit, NvfuserEmit, OpDef, Partial, Sample
 from .promotion import (
     Promotion,
@@ -24,12 +28,12 @@ from .promotion import (
     predicate,
     promoted,
     scalar_type,
-    single_or_double,
     typed_operands,
 )
 from .rules import Rule, RuleBuilder
 from .shape_arithmetic import broadcast_shapes, pointwise_rule_dims
-from .values import Param, ParamKind, TensorType
+from .values import Param, ParamKind, ScalarRef, TensorRef, TensorType
+from .vjp import Vjp
 
 K = ParamKind
 
@@ -70,7 +74,7 @@ class _Infer:
 
 
 def pointwise_rule(call: Call) -> Rule:
-    """Every result dim is one pass-through factor, shared by all operands that have the dim."""
+    """One pass-through factor per result dim, shared by all operands that have the dim."""
     builder = RuleBuilder()
     operands, result = pointwise_rule_dims(builder, call.results[0].shape, [t.shape for t in call.types])
     return builder.build(operands, [result])
@@ -78,7 +82,7 @@ def pointwise_rule(call: Call) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class _TemplateEmit:
-    """Fills a template of torch code with the operands, each cast to the type that the op computes in."""
+    """Fills a template of torch code with the operands, each cast to the computation type."""
 
     template: str
     compute: Promotion
@@ -94,7 +98,7 @@ class _TemplateEmit:
 
 
 def _raised(call: Call, wanted: DataType) -> bool:
-    """Whether a number that does not count in promotion would raise torch's result type above `wanted`."""
+    """Whether a number that promotion ignores would raise torch's result type above `wanted`."""
     numbers = [
         arg for param, arg in zip(call.op.params, call.args, strict=True) if param.kind in (K.SCALAR, K.OPTIONAL_SCALAR)
     ]
@@ -111,7 +115,7 @@ def _operand_text(e: Emit, name: str, wanted: DataType) -> str:
 
 
 def _samples(table: Sequence[Param], numbers: Sequence[Any], dtype: DataType) -> Sequence[Sample]:
-    """Samples with all operands alike, one of them broadcast, one a number, and in half precision."""
+    """Samples: operands of one shape, a broadcast operand, a number, half precision."""
     full, thin, flags = (
         TensorType(shape, d) for shape, d in (((6, 8), dtype), ((1, 8), dtype), ((6, 8), DataType.Bool))
     )
@@ -127,24 +131,51 @@ def _samples(table: Sequence[Param], numbers: Sequence[Any], dtype: DataType) ->
     return [Sample((*row, *numbers)) for row in found]
 
 
-# Open intervals that operands are drawn from in tests, where not all numbers will do.
-_DOMAINS: dict[str, tuple[float, float]] = {
-    "acosh": (1.1, 4.0),
-    "erfcinv": (0.1, 1.9),
-    "lgamma": (0.1, 5.0),
-    **dict.fromkeys(("pow", "reciprocal"), (0.2, 3.0)),
-    **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (-0.9, 0.9)),
-    **dict.fromkeys(
-        ("log", "log10", "log1p", "log2", "sqrt", "rsqrt", "div", "truediv", "mod", "fmod", "remainder"), (0.2, 4.0)
-    ),
-}
+# nvFuser ----------------------------------------------------------------------------------------------------------
 
 
-def _op(
+def nvfuser_arithmetic(n: NvfuserEmit) -> Any:
+    """Half and BFloat16 become Float beside complex operands: nvFuser has no complex type of half precision."""
+    halves = (DataType.Half, DataType.BFloat16)
+    return n.plain(**_recast(n, halves, DataType.Float)) if _meets_complex(n) else n.plain()
+
+
+def nvfuser_integral(n: NvfuserEmit) -> Any:
+    """A 0-d Bool becomes an integer beside integers, as nvFuser's shifts and gcd require."""
+    return n.plain(**_recast(n, (DataType.Bool,), DataType.Int))
+
+
+def _recast(n: NvfuserEmit, found: tuple[DataType, ...], wanted: DataType) -> dict[str, Any]:
+    """The tensor operands of the types in `found`, cast to `wanted`; by parameter."""
+    names = [p.name for p in n.call.op.params if isinstance(n.call[p.name], TensorRef)]
+    kinds = {name: kind for name in names if (kind := n.call.type_of(name)) is not None}
+    return {name: cast(n, n.operand(name), kind.dtype, wanted) for name, kind in kinds.items() if kind.dtype in found}
+
+
+def _meets_complex(n: NvfuserEmit) -> bool:
+    numbers = [n.call[p.name] for p in n.call.op.params if p.kind is K.TENSOR_OR_SCALAR]
+    found = [_number_type(v) for v in numbers if not isinstance(v, TensorRef)]
+    return any(d.category is Category.COMPLEX for d in (*found, *(t.dtype for t in n.call.types)))
+
+
+def _number_type(value: Any) -> DataType:
+    return value.dtype or DataType.Double if isinstance(value, ScalarRef) else scalar_dtype(value)
+
+
+# the ops ----------------------------------------------------------------------------------------------------------
+
+
+def both_tensors(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operands of a kernel as tensors: a number may be passed for one of them."""
+    return tensor_like(a, b), tensor_like(b, a)
+
+
+def pointwise(
     name: str,
     params: str,
     template: str,
-    promotion: Promotion = keep,
+    promotion: Promotion,
+    about: str,
     *,
     compute: Promotion | None = None,
     partial: Partial = Partial.NONE,
@@ -152,9 +183,17 @@ def _op(
     numbers: Sequence[Any] = (),
     real: bool = False,
     accepts: tuple[Category, ...] = tuple(Category),
-    nvfuser: Callable[[NvfuserEmit], Any] = nvfuser_pointwise.arithmetic,
+    nvfuser: Callable[[NvfuserEmit], Any] = nvfuser_arithmetic,
+    vjp: Vjp | None = None,
+    domain: tuple[float, float] | None = None,
+    jumps: bool = False,
 ) -> OpDef:
-    """A pointwise op. Its last parameters, one for each of `numbers` (their values in samples), take no tensor."""
+    """A pointwise op. Its last parameters, one for each of `numbers` (their values in samples), take no tensor.
+
+    template: torch code with the parameters' names in braces. promotion: the result's type by the operands'.
+    compute: the type that operands are cast to; `promotion` unless given. dtype: the operands' type in samples.
+    real: the result of complex operands is real. accepts: categories of operands' types.
+    """
     compute = compute or (keep if promotion is predicate else promotion)
     names = params.split()
     tensors = len(names) - len(numbers)
@@ -168,155 +207,19 @@ def _op(
         partial,
         samples=functools.partial(_samples, table, numbers, dtype),
         nvfuser=nvfuser,
-        pieced=True,
-        vjp=POINTWISE.get(name),
-        domain=_DOMAINS.get(name),
-        about=MEANINGS[name],
+        concat_distributive=True,
+        vjp=vjp,
+        domain=domain,
+        jumps=jumps or promotion is predicate,
+        about=about,
     )
 
 
-def _unary(name: str, template: str = "", promotion: Promotion = floating, **options: Any) -> OpDef:
-    return _op(name, "x", template or f"torch.{name}({{x}})", promotion, **options)
+def unary(name: str, about: str, template: str = "", promotion: Promotion = floating, **options: Any) -> OpDef:
+    """A pointwise op on x; by default torch's function of that name."""
+    return pointwise(name, "x", template or f"torch.{name}({{x}})", promotion, about, **options)
 
 
-def _binary(name: str, template: str, promotion: Promotion = keep, **options: Any) -> OpDef:
-    return _op(name, "a b", template, promotion, **options)
-
-
-_COMPLEX, _INT = DataType.ComplexFloat, DataType.Int
-_INTEGERS, _BITS = (Category.INTEGER,), (Category.BOOL, Category.INTEGER)
-_FLOATING = (
-    "acos acosh asin asinh atan atanh cos cosh erf erfc erfinv exp exp2 expm1 lgamma log log10 log1p log2 "
-    "reciprocal rsqrt sigmoid sin sinh sqrt tan tanh"
-)
-UNARY = (
-    *(_unary(name) for name in _FLOATING.split()),
-    _unary("erfcinv", "torch.special.erfinv(1.0 - {x})"),
-    _unary("silu", "F.silu({x})", promoted, compute=floating),
-    _unary("abs", promotion=promoted, real=True),
-    *(_unary(name, promotion=promoted) for name in ("ceil", "floor", "round", "sign", "trunc", "relu")),
-    _unary("frac", "({x} - torch.trunc({x}))", promoted),
-    _unary("neg", promotion=keep, partial=Partial.JOINT),
-    _unary("bitwise_not", promotion=promoted, dtype=_INT, accepts=_BITS),
-    _unary("logical_not", promotion=predicate),
-    *(
-        _unary(name, promotion=predicate)
-        for name in ["isfinite", "isinf", "isnan", "isneginf", "isposinf", "isreal", "signbit"]
-    ),
-    _unary("real", "K.real({x})", promoted, dtype=_COMPLEX, real=True, partial=Partial.JOINT),
-    _unary(
-        "imag", "K.imag({x})", promoted, dtype=_COMPLEX, real=True, partial=Partial.JOINT, accepts=(Category.COMPLEX,)
-    ),
-)
-BINARY = (
-    _binary("add", "({a} + {b})", partial=Partial.JOINT),
-    _binary("sub", "({a} - {b})", partial=Partial.JOINT),
-    _binary("mul", "({a} * {b})", partial=Partial.EACH),
-    _binary("div", "K.div({a}, {b})", partial=Partial.OVER),
-    _binary("truediv", "({a} / {b})", floating, partial=Partial.OVER),
-    _binary("maximum", "K.maximum({a}, {b})", partial=Partial.MAX),
-    _binary("minimum", "K.minimum({a}, {b})", partial=Partial.MIN),
-    *(_binary(name, f"K.{name}({{a}}, {{b}})") for name in ("pow", "remainder", "fmod")),
-    _binary("mod", "K.mod({a}, {b})", dtype=_INT),
-    _binary("gcd", "K.gcd({a}, {b})", dtype=_INT, accepts=_INTEGERS, nvfuser=nvfuser_pointwise.integral),
-    _binary("atan2", "K.atan2({a}, {b})", floating),
-    _binary("nextafter", "K.nextafter({a}, {b})", single_or_double, dtype=DataType.Double),
-    *(
-        _binary(f"bitwise_{name}", f"({{a}} {sign} {{b}})", dtype=_INT, accepts=_BITS)
-        for name, sign in (("and", "&"), ("or", "|"), ("xor", "^"))
-    ),
-    *(
-        _binary(
-            f"bitwise_{name}_shift",
-            f"K.shift_{name}({{a}}, {{b}})",
-            dtype=_INT,
-            accepts=_INTEGERS,
-            nvfuser=nvfuser_pointwise.integral,
-        )
-        for name in ("left", "right")
-    ),
-    _binary(
-        "logical_right_shift",
-        "K.logical_right_shift({a}, {b})",
-        dtype=_INT,
-        accepts=_INTEGERS,
-        nvfuser=nvfuser_pointwise.integral,
-    ),
-    *(
-        _binary(f"logical_{name}", f"K.logical_{name}({{a}}, {{b}})", predicate, nvfuser=nvfuser_pointwise.logical)
-        for name in ("and", "or")
-    ),
-    *(
-        _binary(name, f"({{a}} {sign} {{b}})", predicate)
-        for name, sign in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))
-    ),
-    _binary(
-        "complex",
-        "K.complex({a}, {b})",
-        complex_dtype,
-        dtype=DataType.Double,
-        compute=keep,
-        accepts=(Category.FLOAT,),
-        nvfuser=nvfuser_pointwise.complex_of,
-    ),
-)
-TERNARY = (
-    _op("where", "condition a b", "K.where({condition}, {a}, {b})", promoted, partial=Partial.PICKED),
-    _op("addcmul", "a b c value", "({a} + {value} * ({b} * {c}))", numbers=(0.5,)),
-    _op("clamp", "x min max", "torch.clamp({x}, {min}, {max})", promoted, numbers=(-0.5, 0.5)),
-    _op("lerp", "start end weight", "K.lerp({start}, {end}, {weight})", nvfuser=nvfuser_pointwise.lerp),
-    _op(
-        "threshold",
-        "x threshold value",
-        "K.where({x} <= {threshold}, {value}, {x})",
-        promoted,
-        numbers=(0.1, 2.0),
-    ),
-)
-
-
-def _cast_infer(call: Call) -> tuple[TensorType, ...]:
-    return (TensorType(call.types[0].shape, call["dtype"]),)
-
-
-def _cast_emit(e: Emit) -> str:
-    return cast_text(e.operands[0], e.call.types[0].dtype, e.call["dtype"])
-
-
-def _same_infer(call: Call) -> tuple[TensorType, ...]:
-    return call.types
-
-
-_ARG = Param("arg", K.TENSOR)
-_EXAMPLE = TensorType((6, 8), DataType.Float)
-COPIES = (
-    OpDef(
-        "cast",
-        (_ARG, Param("dtype", K.DTYPE)),
-        _cast_infer,
-        pointwise_rule,
-        _cast_emit,
-        Partial.CAST,
-        samples=lambda: [Sample((_EXAMPLE, DataType.Double)), Sample((_EXAMPLE, DataType.Int))],
-        vjp=POINTWISE["cast"],
-        pieced=True,
-        about=MEANINGS["cast"],
-    ),
-    *(
-        OpDef(
-            name,
-            (_ARG,),
-            _same_infer,
-            pointwise_rule,
-            lambda e: e.operands[0],
-            Partial.MOVE,
-            samples=lambda: [Sample((_EXAMPLE,))],
-            vjp=POINTWISE[name],
-            pieced=True,
-            is_view=True,
-            about=MEANINGS[name],
-        )
-        for name in ("set", "segment_set")
-    ),
-)
-OPS = (*UNARY, *BINARY, *TERNARY, *COPIES)
+def binary(name: str, about: str, template: str, promotion: Promotion = keep, **options: Any) -> OpDef:
+    """A pointwise op on a and b."""
+    return pointwise(name, "a b", template, promotion, about, **options)

@@ -1,4 +1,4 @@
-"""The types that pointwise ops compute in and return, as in nvFuser, and the text of casts."""
+"""Type promotion of elementwise ops, as in nvFuser, and the text of casts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..dtypes import Category, DataType, promote, scalar_dtype
-from ..errors import DtypeError, user_error
 from .opdef import Call, OpDef
 from .values import ParamKind, ScalarRef, TensorRef
 
@@ -21,17 +20,17 @@ def widen(dtype: DataType) -> DataType:
 
 
 def promoted(dtypes: Sequence[DataType]) -> DataType:
-    """The type that holds all of these; half precision stays half."""
+    """The smallest type that holds all of these; half precision stays half."""
     return functools.reduce(promote, dtypes)
 
 
 def keep(dtypes: Sequence[DataType]) -> DataType:
-    """The promoted type, but float32 for half precision: integers stay integers."""
+    """The promoted type; float32 for half precision."""
     return widen(promoted(dtypes))
 
 
 def floating(dtypes: Sequence[DataType]) -> DataType:
-    """The promoted type, but at least float32: for functions of real numbers."""
+    """The promoted type, at least float32: for functions of real numbers."""
     dtype = promoted(dtypes)
     return DataType.Float if dtype.category < Category.FLOAT else widen(dtype)
 
@@ -46,20 +45,11 @@ def complex_dtype(dtypes: Sequence[DataType]) -> DataType:
     return DataType.ComplexDouble if promoted(dtypes) is DataType.Double else DataType.ComplexFloat
 
 
-def single_or_double(dtypes: Sequence[DataType]) -> DataType:
-    """The promoted type, Float or Double. Raises DefinitionError for others, for which torch has no next number."""
-    dtype = promoted(dtypes)
-    if dtype not in (DataType.Float, DataType.Double):
-        raise user_error("nextafter: operand type", dtype.name, "Float or Double", "Cast the operands.",
-                         cls=DtypeError)  # fmt: skip
-    return dtype
-
-
 def operand_dtypes(call: Call) -> list[DataType]:
     """The types that take part in promotion.
 
-    Tensors' always do. Those of 0-d tensors, and then of scalars, only do if their category (bool, integer, floating
-    point, complex) is higher than that of all before.
+    Those of tensors with dims always do; those of 0-d tensors, and after them of scalars, only if their category (bool,
+    integer, floating point, complex) is higher than all before.
     """
     names = typed_operands(call.op)
     types = [t for name in names if (t := call.type_of(name)) is not None]
@@ -72,7 +62,7 @@ def operand_dtypes(call: Call) -> list[DataType]:
 
 
 def typed_operands(op: OpDef) -> list[str]:
-    """The parameters whose types make the result's type: all but a condition."""
+    """The parameters that determine the result's type: all but a condition."""
     return [p.name for p in op.params if p.kind in (K.TENSOR, K.TENSOR_OR_SCALAR) and p.name != "condition"]
 
 

@@ -1,4 +1,4 @@
-"""Reshape: how the dims before are merged and split into the dims after."""
+"""Reshape: dims are merged and split."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 from ..dtypes import DataType
 from ..errors import user_error
-from ..gradients.shapes import RESHAPE
 from .nvfuser_lowering import with_local_shape
 from .opdef import Call, Emit, OpDef, Partial, Sample
 from .rules import Rule, RuleBuilder
 from .shape_arithmetic import UNKNOWN, known_size
 from .values import Param, ParamKind, ScalarRef, TensorType
+from .vjp import each, sizes
 
 K = ParamKind
 
 
 def inferred_shape(shape: Sequence[int], wanted: Sequence[object]) -> tuple[int, ...]:
-    """The new shape with its one -1 computed. Sizes that are scalars of the definition stay -1.
+    """The new shape, with its one -1 worked out. Sizes that are scalars of the definition stay -1.
 
     Raises DefinitionError where the numbers of elements differ.
     """
@@ -44,7 +44,7 @@ def _infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Pairs of consecutive dims before and after with equal products, as small as possible; without dims of size 1."""
+    """The smallest groups of consecutive dims, before and after, with equal products; without dims of size 1."""
     left, right = [d for d, n in enumerate(a) if n != 1], [d for d, n in enumerate(b) if n != 1]
     groups, i, j = [], 0, 0
     while i < len(left):
@@ -62,7 +62,7 @@ def _groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[list[int], list[in
 
 
 def _ones(a: Sequence[int], b: Sequence[int]) -> list[tuple[int, int]]:
-    """Pairs of dims of size 1 that have as many elements before them, before and after: [1, 6, 4] -> [1, 24]."""
+    """Pairs (before, after) of dims of size 1 with as many elements in front of them: [1, 6, 4] -> [1, 24]."""
     left, right = ([(math.prod(shape[:d]), d) for d, n in enumerate(shape) if n == 1] for shape in (a, b))
     found = list[tuple[int, int]]()
     for place, d in left:
@@ -74,8 +74,8 @@ def _ones(a: Sequence[int], b: Sequence[int]) -> list[tuple[int, int]]:
 class _Matcher:
     """The factors of one group of dims before and after.
 
-    Common factors are taken off from the minor end, then from the major end; what is left is blocked. For [4, 6] ->
-    [24] these are the factors 4 and 6, and the new dim is (4, 6).
+    Common factors are split off from the minor end, then from the major end; the rest is blocked. [4, 6] -> [24] has
+    the factors 4 and 6, and the new dim is (4, 6).
     """
 
     def __init__(self, builder: RuleBuilder, before: list[int], after: list[int]):
@@ -152,6 +152,8 @@ def _samples() -> list[Sample]:
 
 OPS = (
     OpDef("reshape", (Param("arg", K.TENSOR), Param("new_shape", K.SHAPE)), _infer, reshape_rule, reshape_emit,
-          Partial.MOVE, samples=_samples, nvfuser=with_local_shape("new_shape"), vjp=RESHAPE, pieced=True, is_view=True,
+          Partial.MOVE, samples=_samples, nvfuser=with_local_shape("new_shape"),
+          vjp=each(arg=lambda b: b.ops.reshape(b.grad, sizes(b["arg"]))), concat_distributive=True, is_view=True,
+          keeps_elements=True, is_cheap=True,
           about="the same elements in row-major order under another shape; a -1 is worked out"),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Shape arithmetic that op families share: symbolic sizes, broadcasting, dims."""
+"""Shape arithmetic and checks that op families share: unknown sizes, broadcasting, dims, numbers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def agree(shape: Sequence[int], wanted: Sequence[int]) -> bool:
 
 
 def broadcasts_to(shape: Sequence[int], result: Sequence[int]) -> bool:
-    """Whether an operand may be broadcast to a result of this shape, and does not enlarge it."""
+    """Whether an operand can be broadcast to exactly this shape."""
     pairs = zip(reversed(shape), reversed(result), strict=False)
     return len(shape) <= len(result) and all(n in (1, m) or UNKNOWN in (n, m) for n, m in pairs)
 
@@ -71,7 +71,7 @@ def one_dim_widths(ndim: int, dim: int, before: int, after: int) -> list[int]:
 
 
 def shape_along(ndim: int, dim: int, n: int) -> list[int]:
-    """n for one dim and 1 for all others: the shape of what broadcasts along that dim, or the steps in it."""
+    """n for one dim, 1 for all others."""
     return [n if d == dim else 1 for d in range(ndim)]
 
 
@@ -113,7 +113,7 @@ def check_dims(op: str, dims: int | Iterable[int] | None, ndim: int) -> tuple[in
 
 
 def check_reduced(op: str, dims: int | Iterable[int] | None, ndim: int) -> tuple[int, ...]:
-    """`check_dims` for dims that must be some: torch takes an empty list for all dims, numpy for none."""
+    """`check_dims` that refuses an empty list, which means all dims in torch and none in numpy."""
     found = check_dims(op, dims, ndim)
     if not found and ndim:
         raise user_error(f"{op}: dims", "none", "at least one", "Leave dims out for all of them.")
@@ -154,7 +154,7 @@ def check_dtypes(call: Call) -> DataType:
 
 
 _UNSIGNED = (DataType.Byte, DataType.UInt64)
-_LARGEST_FLOAT = 3.4028234663852886e38  # Of 32 bits.
+_LARGEST_FLOAT = 3.4028234663852886e38  # float32
 
 
 def check_number(op: str, value: object, dtype: DataType) -> None:
@@ -221,7 +221,7 @@ def check_fits(op: str, result: TensorType) -> None:
 def check_rule(call: Call, rule: Rule) -> None:
     """Raises DefinitionError where an operand lacks the dims or sizes that the op's factor rule gives it.
 
-    An op's own checks say it better; this one covers every op, so that no kernel gets what it cannot take.
+    A last check for every op, after its own, which have better messages.
     """
     for place, (dims, found) in enumerate(zip(rule.operands, call.types, strict=True)):
         if len(dims) != found.ndim or not all(_made_of(rule, *dim) for dim in zip(dims, found.shape, strict=True)):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from ..dtypes import DataType
 from ..errors import user_error
-from ..gradients.indexing import INDEXING
-from . import nvfuser_forms
+from ..kernels.table import kernel
 from .blocks import block_size
-from .opdef import Call, Emit, OpDef, Sample, Writing
+from .indexing import add_where_read
+from .opdef import Call, Emit, NvfuserEmit, OpDef, Sample, Writing
 from .rules import FactorKind, Rule, RuleBuilder
 from .scans import whole_dim_rule
 from .shape_arithmetic import UNKNOWN, check_order, dim_of, known_size
 from .values import Param, ParamKind, TensorRef, TensorType
+from .vjp import Backward, Tensor, each
 
 K = ParamKind
 
@@ -27,6 +31,11 @@ def _argsort_infer(call: Call) -> tuple[TensorType, ...]:
 def _argsort_emit(e: Emit) -> str:
     """Always stable, as the order of equal elements must not depend on the mesh."""
     return f"torch.argsort({e.operands[0]}, dim={dim_of(e.call)}, descending={e.call['descending']}, stable=True)"
+
+
+def _argsort_nvfuser(n: NvfuserEmit) -> Any:
+    """Always stable, as the order of equal elements must not depend on the mesh."""
+    return n.plain(stable=True)
 
 
 def _topk_infer(call: Call) -> tuple[TensorType, ...]:
@@ -50,6 +59,21 @@ def _topk_emit(e: Emit) -> str:
     return f"K.topk({e.operands[0]}, {k}, {dim_of(e.call)}, {e.call['largest']})"
 
 
+@kernel
+def topk(x: torch.Tensor, k: int, dim: int, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, indices), equal values in the order of their indices, so that every mesh makes the same choice."""
+    order = torch.argsort(x, dim=dim, descending=largest, stable=True).narrow(dim, 0, k)
+    return x.gather(dim, order), order
+
+
+def _topk_nvfuser(n: NvfuserEmit) -> Any:
+    """By a stable sort: nvFuser's own topk leaves open which of equal elements it takes."""
+    dim, x, shape = dim_of(n.call), n.operands[0], n.result_shapes[0]
+    order = n.ops.argsort(x, dim, n.call["largest"], True)
+    order = n.ops.slice(order, [0] * len(shape), list(shape))
+    return n.ops.take_along_axis(x, order, dim), order
+
+
 def _distributed_topk(
     r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
@@ -66,6 +90,10 @@ def _distributed_topk(
     values, index = r.call("block_topk", x, local, dim, largest, r.pieces)
     top, place = r.call("topk", values, k, dim, largest)
     return [top, r.call("take_along_axis", index, place, dim)]
+
+
+def _topk_vjp(b: Backward) -> Tensor:
+    return add_where_read(b, b.results[1])
 
 
 _EXAMPLE, _INTEGERS = TensorType((6, 8), DataType.Float), TensorType((6, 8), DataType.Int)
@@ -88,7 +116,8 @@ OPS = (
         lambda call: whole_dim_rule(call, dim_of(call)),
         _argsort_emit,
         samples=_argsort_samples,
-        nvfuser=nvfuser_forms.argsort,
+        nvfuser=_argsort_nvfuser,
+        scheduler="expr_eval",
         about="the indices that sort `dim`; equal elements keep their order",
     ),
     OpDef(
@@ -104,9 +133,10 @@ OPS = (
         _topk_rule,
         _topk_emit,
         samples=_topk_samples,
-        nvfuser=nvfuser_forms.topk,
+        nvfuser=_topk_nvfuser,
         distributed=_distributed_topk,
-        vjp=INDEXING["topk"],
+        vjp=each(arg=_topk_vjp),
+        scheduler="expr_eval",
         about="the `k` greatest (or least) along `dim`, and their indices",
     ),
 )

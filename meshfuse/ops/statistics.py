@@ -6,16 +6,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ..dtypes import Category, DataType
 from ..errors import DtypeError, user_error
-from ..gradients.reductions import STATISTICS
-from . import nvfuser_forms
+from ..kernels.table import kernel
 from .nvfuser_lowering import cast
-from .opdef import Call, Emit, Lowering, NvfuserEmit, OpDef, Sample, Writing, cast_to
+from .opdef import Call, Emit, Lowering, NvfuserEmit, OpDef, Sample, ToTorch, Writing, cast_to
 from .promotion import cast_text, dtype_text, widen
 from .reductions import keeps_dims, kept_factors, reduced_dims, reduced_shape
 from .rules import FactorKind, Rule, RuleBuilder
 from .values import Param, ParamKind, TensorRef, TensorType
+from .vjp import Backward, Tensor, each, kept, numel_along, restored
 
 K = ParamKind
 
@@ -138,12 +140,81 @@ def _listed_dims(n: NvfuserEmit) -> Any:
 
 
 def _real_variance(n: NvfuserEmit) -> Any:
-    nvfuser_forms.check_real(n)
+    _check_real(n)
     return _listed_dims(n)
 
 
 def _welford_emit(e: Emit) -> str:
     return f"K.welford({e.operands[0]}, {list(reduced_dims(e.call))})"
+
+
+@kernel
+def welford(x: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(mean, sum of squared differences from it, count) over the dims."""
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    var, mean = torch.var_mean(wide, dims, correction=0)
+    count = math.prod(x.shape[d] for d in dims)
+    return mean.to(x.dtype), (var * count).to(x.real.dtype), torch.full(mean.shape, count, device=x.device)
+
+
+def _check_real(n: NvfuserEmit) -> None:
+    """Raises ToTorch for complex numbers: nvFuser squares their differences, where torch takes the absolute square."""
+    if n.call.types[0].dtype.category is Category.COMPLEX:
+        raise ToTorch("nvFuser's variance of complex numbers is complex")
+
+
+def _welford_nvfuser(n: NvfuserEmit) -> Any:
+    """With the count as Int; nvFuser gives its index type."""
+    _check_real(n)
+    dtype = n.call.types[0].dtype
+    mean, spread, count = _listed_dims(n)
+    mean, spread = (cast(n, t, widen(dtype), dtype) for t in (mean, spread))
+    return mean, spread, n.ops.cast(count, n.dtype(DataType.Int))
+
+
+def _over(b: Backward, grad: Tensor, numerator: float, n: Any) -> Tensor:
+    """grad * numerator / n; NaN for n = 0, as the division of an open n gives."""
+    if isinstance(n, int):
+        return b.ops.mul(grad, numerator / n if n else float("nan"))
+    return b.ops.truediv(b.ops.mul(grad, numerator), n)
+
+
+def _deviation(b: Backward, mean: Tensor, grad: Tensor, n: Any) -> Tensor:
+    """2 / n * grad * (x - mean); mean and grad have the reduced dims of size 1."""
+    return b.ops.mul(_over(b, grad, 2.0, n), b.ops.sub(b["arg"], mean))
+
+
+def _degrees_of_freedom(b: Backward) -> Any:
+    """The divisor of a variance: n - correction."""
+    return numel_along(b["arg"], b.dims) - b["correction"]
+
+
+def _var_vjp(b: Backward) -> Tensor:
+    x, dims = b["arg"], b.dims
+    mean = b.ops.truediv(b.ops.sum(x, dims, True), numel_along(x, dims))
+    return _deviation(b, mean, kept(b, b.grad, x, dims, b["keepdim"]), _degrees_of_freedom(b))
+
+
+def _moments_vjp(b: Backward, spread: int, mean: int, n: Any, keepdim: bool) -> Tensor:
+    """The operand's gradient from those of two results: squared deviations over n (at place `spread`), and a mean."""
+    x, dims = b["arg"], b.dims
+    parts: list[Tensor] = []
+    if b.grads[spread] is not None:
+        grad = kept(b, b.grads[spread], x, dims, keepdim)
+        parts.append(_deviation(b, kept(b, b.results[mean], x, dims, keepdim), grad, n))
+    if b.grads[mean] is not None:
+        share = _over(b, kept(b, b.grads[mean], x, dims, keepdim), 1.0, numel_along(x, dims))
+        parts.append(share if parts else restored(b, share, x, dims, True))
+    return parts[0] if len(parts) == 1 else b.ops.add(*parts)
+
+
+def _var_mean_vjp(b: Backward) -> Tensor:
+    return _moments_vjp(b, 0, 1, _degrees_of_freedom(b), b["keepdim"])
+
+
+def _welford_vjp(b: Backward) -> Tensor:
+    """Its second result is the sum of squared deviations."""
+    return _moments_vjp(b, 1, 0, 1, False)
 
 
 _ARG = Param("arg", K.TENSOR)
@@ -163,7 +234,7 @@ OPS = (
         _var_infer,
         _rule,
         _unless_empty(_var_emit),
-        vjp=STATISTICS["var"],
+        vjp=each(arg=_var_vjp),
         nvfuser=_real_variance,
         distributed=_distributed,
         samples=lambda: [
@@ -179,7 +250,7 @@ OPS = (
         _var_mean_infer,
         _rule,
         _unless_empty(_var_mean_emit),
-        vjp=STATISTICS["var_mean"],
+        vjp=each(arg=_var_mean_vjp),
         samples=_samples,
         nvfuser=_listed_dims,
         distributed=_distributed,
@@ -191,9 +262,9 @@ OPS = (
         _welford_infer,
         _rule,
         _unless_empty(_welford_emit),
-        vjp=STATISTICS["welford"],
+        vjp=each(arg=_welford_vjp),
         samples=lambda: [Sample((_EXAMPLE, [1]))],
-        nvfuser=nvfuser_forms.welford,
+        nvfuser=_welford_nvfuser,
         distributed=_distributed,
         about="mean, sum of squared differences from it, and count, over `dims`",
     ),

@@ -140,9 +140,9 @@ def _fate(call: Call, rule: Rule, factor: int) -> str:
 
 def _in_rounds(call: Call, rule: Rule, places: Sequence[tuple[int, int]]) -> bool:
     """Whether, in an op's rounds, one of these dims is in blocks that travel."""
-    if call.op.rounds is None:
+    if call.op.ring_schedule is None:
         return False
-    between = call.op.rounds.rule(call)
+    between = call.op.ring_schedule.rule(call)
     return any(len(between.operands[i][d]) > len(rule.operands[i][d]) for i, d in places)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..kernels.adjoints import backward_of
+import torch
+
 from .notation import Dims, Notation
 from .opdef import Call, OpDef, Partial
 from .torch_function import Halos, TorchOp, Widths
@@ -45,12 +46,29 @@ def _adjoint(op: TorchOp, operand: int) -> OpDef:
     rule = Notation(notation.text, (*marked, *notation.operands), (notation.operands[operand],))
     names = tuple(f"grad{i}" if count > 1 else "grad" for i in range(count))
     made = TorchOp(
-        f"{op.name}_bwd_{op.params[operand].name}", rule, backward_of(op.function, count, operand),
+        f"{op.name}_bwd_{op.params[operand].name}", rule, _backward_of(op.function, count, operand),
         (*(Param(name, K.TENSOR) for name in names), *op.params), op.blocked, "sum", halos, ((0,) * count + op.fills),
         lambda call: op.sizes(primal(call)), lambda call: (call.types[count + operand].dtype,),
         (operand, lambda call: op.halos(primal(call))),
     )  # fmt: skip
     return made.opdef(partial=Partial.FIRST if count == 1 else Partial.NONE)
+
+
+def _backward_of(function: Callable[..., Any], count: int, operand: int) -> Callable[..., torch.Tensor]:
+    """A function's gradient by operand number `operand`, called on its `count` results' gradients and its operands."""
+
+    def backward(*args: Any) -> torch.Tensor:
+        grads, rest = args[:count], list(args[count:])
+        with torch.enable_grad():
+            rest[operand] = leaf = rest[operand].detach().requires_grad_()
+            made = function(*rest)
+            pairs = zip(made if isinstance(made, (tuple, list)) else (made,), grads, strict=True)
+            used = [(result, grad) for result, grad in pairs if result.requires_grad]
+            results, given = [r for r, _ in used], [g for _, g in used]
+            found = torch.autograd.grad(results, [leaf], given, allow_unused=True) if used else [None]
+        return torch.zeros_like(leaf) if found[0] is None else found[0]
+
+    return backward
 
 
 def _widened(dims: Dims, halo: Widths, reach: Widths) -> dict[str, tuple[int, int]]:

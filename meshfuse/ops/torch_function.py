@@ -8,7 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from ..dtypes import DataType
+from ..kernels.table import kernel
 from .blocks import block_size
 from .halo import in_blocks, whole_again
 from .local import plain_text
@@ -174,3 +177,25 @@ def _in_blocks(dims: Dims, factor: str, inner: str) -> Dims:
     for dim in dims:
         out += [Dim((_BLOCK,)), Dim((inner,))] if dim.factors == (factor,) else [dim]
     return tuple(out)
+
+
+@kernel
+def over_blocks(
+    function: Callable[..., Any], places: list[int | None], made: list[int | None], operands: list[Any], *numbers: Any
+) -> Any:
+    """Call a function on each of the rank's blocks.
+
+    Operand i has the blocks as dim `places[i]`; None: every call gets all of it. Result j is stacked as dim `made[j]`;
+    None: it is added up.
+    """
+    count = next(t.shape[p] for t, p in zip(operands, places, strict=True) if p is not None)
+    found = []
+    for i in range(count):
+        parts = [t if p is None else t.select(p, i) for t, p in zip(operands, places, strict=True)]
+        result = function(*parts, *numbers)
+        found.append(result if isinstance(result, tuple) else (result,))
+    joined = [
+        sum(parts[1:], parts[0]) if p is None else torch.stack(parts, p)
+        for parts, p in zip(zip(*found, strict=True), made, strict=True)
+    ]
+    return joined[0] if len(joined) == 1 else tuple(joined)

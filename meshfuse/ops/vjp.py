@@ -49,6 +49,16 @@ class Backward:
         """The first result."""
         return self.results[0]
 
+    @property
+    def dim(self) -> int:
+        """The argument `dim`, a dim of `arg`, counted from the front."""
+        return self["dim"] % self["arg"].ndim
+
+    @property
+    def dims(self) -> list[int]:
+        """The argument `dims`, dims of `arg`, as ascending dims counted from the front."""
+        return listed_dims(self["dims"], self["arg"].ndim)
+
     def needs(self, name: str) -> bool:
         """Whether any tensor passed as this parameter needs a gradient."""
         value = self.arguments[name]
@@ -113,8 +123,8 @@ def _may_be_repeated(b: Backward, like: Tensor) -> bool:
     """Whether an open dim of an operand may be of size 1 where the result has another size."""
     open_dims = [d - like.ndim for d, n in enumerate(like.type.shape) if n < 0]
     others = [t.type.shape for t in b.arguments.values() if is_tensor(t) and t.id != like.id]
-    told = "shape" in b.arguments
-    return any(told or any(len(shape) >= -d and shape[d] != 1 for shape in others) for d in open_dims)
+    has_shape = "shape" in b.arguments
+    return any(has_shape or any(len(shape) >= -d and shape[d] != 1 for shape in others) for d in open_dims)
 
 
 def _known_sum(b: Backward, grad: Tensor, like: Tensor) -> Tensor:
@@ -138,11 +148,6 @@ def numel_along(t: Tensor, dims: Sequence[int]) -> Any:
     return found
 
 
-def dim_of(b: Backward) -> int:
-    """The op's `dim`, one of its `arg`'s, counted from the front."""
-    return b["dim"] % b["arg"].ndim
-
-
 def listed_dims(dims: Any, ndim: int) -> list[int]:
     """An argument that is one dim, a list of dims or None (all) as ascending dims, counted from the front."""
     if dims is None:
@@ -164,3 +169,8 @@ def kept(b: Backward, reduced: Tensor, like: Tensor, dims: Sequence[int], keepdi
     if keepdim or not dims:
         return reduced
     return b.ops.broadcast(reduced, [d in dims for d in range(like.ndim)])
+
+
+def transposed(b: Backward, x: Tensor) -> Tensor:
+    """The tensor with its last two dims swapped."""
+    return b.ops.permute(x, [*range(x.ndim - 2), x.ndim - 1, x.ndim - 2])

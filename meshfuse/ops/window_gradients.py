@@ -1,6 +1,6 @@
-"""Gradients of windows of a tensor: those that together make up the tensor are joined, others are padded with zeros.
+"""Gradients of windows of a tensor: windows that tile the tensor are joined, others are padded with zeros.
 
-Without it, a fused q, k, v projection that is sliced in three would add up three tensors of its own size.
+Otherwise the gradient of a fused q, k, v projection would be a sum of three tensors of its size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class WindowGradient:
 
 
 def zero_padded(ops: Any, x: Tensor, before: Sequence[Any], after: Sequence[Any]) -> Tensor:
-    """Zeros around a tensor, by dim so many before and after; the tensor itself where there are known to be none."""
+    """A tensor with zeros around it, by dim so many before and after; the tensor itself if there are none."""
     if all(isinstance(n, int) and n == 0 for n in (*before, *after)):
         return x
     widths = [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair]

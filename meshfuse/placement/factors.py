@@ -259,7 +259,7 @@ def following(call: Call, rule: Rule, operands: Sequence[Sharding]) -> tuple[Lay
 class Placement:
     """Where an op is computed: its factors' layouts and, following from these, the shardings of operands and results.
 
-    `ways` is the op's work divided by that of the rank with most of it. With a `move` the op is not computed: the move
+    `ways` is the op's work divided by that of the rank with most of it. With a `step` the op is not computed: the step
     makes its result from its first operand.
     """
 

@@ -152,7 +152,7 @@ class _Following:
 
 def _is_fixed(node: Node, placement: Placement) -> bool:
     """Whether an op gives the same results for the same tensors at each call: no random numbers, no scalar inputs."""
-    if node.call.op.rounds is not None or any(map(_has_scalars, node.call.args)):
+    if node.call.op.ring_schedule is not None or any(map(_has_scalars, node.call.args)):
         return False
     return placement.step is not None or _text(node, placement, 0) == _text(node, placement, 1)
 

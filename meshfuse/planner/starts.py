@@ -100,7 +100,7 @@ def shared_starts(graph: Graph, shardings: Mapping[int, Sharding]) -> list[Start
 
 def in_rounds(graph: Graph) -> bool:
     """Whether the user asks for an op in rounds: ranks then keep their own rows, whatever that costs elsewhere."""
-    return any(node.call.op.rounds for node in graph.nodes)
+    return any(node.call.op.ring_schedule for node in graph.nodes)
 
 
 def in_chunks(graph: Graph) -> frozenset[int]:

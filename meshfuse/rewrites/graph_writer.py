@@ -18,7 +18,7 @@ from ..ops.values import ParamKind, TensorRef, TensorType
 class GraphWriter:
     """Writes ops of a graph in other ops. A subclass says in which, by `form`.
 
-    It implements `ops.base.Writing`, in which ops' own forms are written: `call` appends an op, `type` tells what a
+    It implements `ops.opdef.Writing`, in which ops' own forms are written: `call` appends an op, `type` tells what a
     tensor is, `operand` is the place of the operand that a distributed form is for, and `pieces` in how many
     that operand's dim is cut.
     """

@@ -216,7 +216,7 @@ def _rising(graph: Graph) -> Iterator[int]:
     readers, kept, found = users(graph.nodes), {*graph.annotations, *graph.streams, *graph.outputs}, set[int]()
     for node in reversed(graph.nodes):
         made, *more = node.outputs
-        if more or made in kept or not node.call.op.pieced or node.id in graph.reductions:
+        if more or made in kept or not node.call.op.concat_distributive or node.id in graph.reductions:
             continue
         read = [graph.nodes[i] for i in readers.get(made, ())]
         if all(_picks(reader, made) or found.issuperset(reader.outputs) for reader in read):

@@ -1,4 +1,4 @@
-"""Ops that the user asked to be computed in rounds (`OpDef.rounds`), written out as ordinary ops and moves.
+"""Ops that the user asked to be computed in rounds (`OpDef.ring_schedule`), written out as ordinary ops and moves.
 
 Propagation treats such an op as if it were computed where its operands lie, so that nothing is gathered for it. Here it
 becomes the rounds: ops that follow their operands' shardings, and blocks that travel from rank to rank in between.
@@ -27,7 +27,7 @@ from .graph_writer import GraphWriter
 def lower_ring_ops(sharded: ShardedDefinition) -> ShardedDefinition:
     """The plan with such ops written out; itself if there are none."""
     graph = sharded.graph
-    if not any(node.call.op.rounds for node in graph.nodes):
+    if not any(node.call.op.ring_schedule for node in graph.nodes):
         return sharded
     pairs = list(zip(graph.nodes, sharded.choices, strict=True))
     plain = [_plain(node, choice, sharded.shardings) for node, choice in pairs]
@@ -44,7 +44,7 @@ def _plain(node: Node, choice: Choice, shardings: Mapping[int, Sharding]) -> tup
 
     So keys and values that are whole on every rank do not go round.
     """
-    if node.call.op.rounds is None:
+    if node.call.op.ring_schedule is None:
         return node, choice
     rule, asked = node.call.op.rule(node.call), choice.placement
     for operands in (asked.operands, tuple(shardings[i].reduced() for i in node.inputs)):
@@ -63,8 +63,8 @@ def _following(call: Call, rule: Rule, operands: Sequence[Sharding], carry: Carr
 
 class _RoundsWriter(GraphWriter):
     def form(self, node: Node) -> Sequence[TensorRef]:
-        assert node.call.op.rounds is not None
-        return node.call.op.rounds.write(self, node.call, tuple(map(TensorRef, node.inputs)))
+        assert node.call.op.ring_schedule is not None
+        return node.call.op.ring_schedule.write(self, node.call, tuple(map(TensorRef, node.inputs)))
 
 
 class _Follower:
@@ -76,7 +76,7 @@ class _Follower:
         pairs = list(zip(sharded.graph.nodes, sharded.choices, strict=True))
         self.kept = {node.outputs: choice for node, choice in pairs}
         self.calls = {node.outputs: node.call for node, _ in pairs}
-        self.asked = {node.origin: (node, choice.placement) for node, choice in pairs if node.call.op.rounds}
+        self.asked = {node.origin: (node, choice.placement) for node, choice in pairs if node.call.op.ring_schedule}
 
     def run(self) -> ShardedDefinition:
         choices = [self._choice(node) for node in self.graph.nodes]

@@ -24,12 +24,13 @@ from .. import kernels
 from ..dtypes import is_negative_zero
 from ..graph import CallTable, Graph, Node, users
 from ..mesh import DeviceMesh
+from ..ops.joins import pad_widths
 from ..ops.local import LocalCall
 from ..ops.opdef import Call, Partial
 from ..ops.rules import FactorKind
 from ..ops.shape_arithmetic import one_dim_widths
 from ..ops.values import ParamKind, ScalarRef, TensorRef
-from ..ops.windows import pad_widths, slice_bounds
+from ..ops.windows import slice_bounds
 from ..sharding.value import Sharding
 from ..traversal import inner_first
 from .graph_writer import GraphWriter, without_unread
@@ -254,7 +255,7 @@ def _seen_of(node: Node, operand: int, seen: Bounds) -> Bounds:
 
 def _pad_of(node: Node) -> Padded | None:
     """The pad that a node is, if it cuts nothing off."""
-    window = own_window(node) if node.name == "pad" else None
+    window = own_window(node) if not node.call.op.is_view else None
     if window is None or window[1] is None or min(map(min, pad_widths(node.call).values())) < 0:
         return None
     return Padded(TensorRef(node.inputs[0]), tuple(node.call["pad_widths"]), window[1])
@@ -270,9 +271,10 @@ def _is_elementwise(node: Node) -> bool:
     (made, *more), rule = node.rule.results, node.rule
     read = {dim for dims in rule.operands for dim in dims}
     placed = all(len(dim) == 1 for dim in made) and read <= {*made, ()}
-    kinds = {param.kind for param in node.call.op.params}
     passes = all(factor.kind is FactorKind.PASS for factor in rule.factors)
-    return bool(node.inputs) and not more and placed and passes and node.call.op.pieced and kinds <= {*_NUMBERS}
+    if not node.inputs or more or not placed or not passes:
+        return False
+    return node.call.op.concat_distributive and {param.kind for param in node.call.op.params} <= {*_NUMBERS}
 
 
 def _is_linear(node: Node) -> bool:

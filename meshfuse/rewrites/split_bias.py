@@ -18,7 +18,7 @@ from .graph_writer import GraphWriter
 
 def split_biases(graph: Graph) -> Graph:
     """The graph with such ops in two; itself where there are none, going by the annotations of its inputs."""
-    chosen = {node.id for node in graph.nodes if node.call.op.apart is not None and _clashes(graph, node)}
+    chosen = {node.id for node in graph.nodes if node.call.op.split_last_operand is not None and _clashes(graph, node)}
     return _ApartWriter(graph).run(chosen) if chosen else graph
 
 
@@ -45,5 +45,5 @@ def _axes(graph: Graph, node: Node, operand: int, dim: int) -> set[Axis]:
 
 class _ApartWriter(GraphWriter):
     def form(self, node: Node) -> Sequence[TensorRef] | None:
-        assert node.call.op.apart is not None
-        return node.call.op.apart(self, node.call, tuple(map(TensorRef, node.inputs)))
+        assert node.call.op.split_last_operand is not None
+        return node.call.op.split_last_operand(self, node.call, tuple(map(TensorRef, node.inputs)))

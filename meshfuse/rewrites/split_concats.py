@@ -188,7 +188,7 @@ class _PartsWriter(GraphWriter):
 
     def _cut(self, node: Node) -> _FactorParts | None:
         """The factor that an operand has in parts; None where the op cannot be computed part by part."""
-        if not node.call.op.pieced or len(node.outputs) > 1 or node.id in self.graph.reductions:
+        if not node.call.op.concat_distributive or len(node.outputs) > 1 or node.id in self.graph.reductions:
             return None
         rows = zip(node.inputs, node.rule.operands, strict=True)
         parted = [(parts, dims[parts.dim]) for i, dims in rows if (parts := self.parts.get(i)) is not None]
@@ -246,7 +246,7 @@ class _PartsWriter(GraphWriter):
     def _read_along(self, tensor: int, dim: int) -> list[_Place] | None:
         """The operands that an op passes on along this dim, and the dim of each; None if it does anything else."""
         node = self._makers.get(tensor)
-        if node is None or not node.call.op.pieced or len(node.outputs) > 1 or tensor in self.noted:
+        if node is None or not node.call.op.concat_distributive or len(node.outputs) > 1 or tensor in self.noted:
             return None
         factors = node.rule.results[0][dim]
         if len(factors) != 1 or node.rule.factors[factors[0]].kind is not FactorKind.PASS:

@@ -137,7 +137,7 @@ class _PlacesFinder:
     def _root(self, node: Node, dim: int, span: DimSpan) -> DimSpan | None:
         """The tensor of the result's size that the span is a slice of. (A shifting pad is one window: see `shifts`.)"""
         maker, shape = self.makers.get(int(span.value)), node.call.results[0].shape
-        window = own_window(maker) if maker is not None and maker.name == "slice" else None
+        window = own_window(maker) if maker is not None and maker.call.op.is_view else None
         if maker is None or window is None or maker.outputs[0] in self.noted:
             return None
         (root,), shift = maker.inputs, span.start - window[0][dim]

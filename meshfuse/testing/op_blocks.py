@@ -8,26 +8,20 @@ from hypothesis import strategies as st
 
 from ..definition.tensor_view import TensorView
 from ..dtypes import Category, DataType
-from ..ops import OPS, pointwise
+from ..ops import OPS
 from ..ops.binding import make_call
 from ..ops.opdef import OpDef, Sample
-from ..ops.products import is_nvidia_only
+from ..ops.pointwise import pointwise_rule
 from ..ops.registry import find
+from ..ops.scaled_products import is_nvidia_only
 from ..ops.values import ParamKind, TensorType
 from .examples import Example
 from .writer import KINDS, Block, DefinitionWriter, Var, joint
 
 RUNNABLE = tuple(name for name, op in OPS.items() if not is_nvidia_only(op))
-# Pointwise ops whose value jumps: only exactly equal operands give equal results.
-_JUMPING = (
-    "ceil floor round sign trunc frac logical_not isfinite isinf isnan isneginf isposinf isreal signbit remainder fmod "
-    "mod nextafter logical_and logical_or eq ne lt le gt ge atan2 threshold div bitwise_not"
-)
-_JUMPS = frozenset(_JUMPING.split())
-# Of the other ops with numbers in a tensor's place none broadcasts its operands.
 _POINTWISE = tuple(
-    op.name for op in pointwise.OPS
-    if op.name in RUNNABLE and op.params and op.params[0].kind is ParamKind.TENSOR_OR_SCALAR
+    name for name, op in OPS.items()
+    if op.rule is pointwise_rule and op.params[0].kind is ParamKind.TENSOR_OR_SCALAR
 )  # fmt: skip
 
 
@@ -103,7 +97,7 @@ def _pointwise_argument(
     thin = arg.shape[0] == 1
     shape = tuple(1 if thin and d == 0 else n for d, n in enumerate(lead.shape))
     shapes.append(shape)
-    if arg.dtype.category is not Category.FLOAT or op.name in _JUMPS or thin:
+    if arg.dtype.category is not Category.FLOAT or op.jumps or thin:
         domain = None if arg.dtype.category is Category.FLOAT and op.domain is None else op.domain or (1, 7)
         example = Example(shape, None, domain) if domain else None
         return w.input(shape, KINDS[arg.dtype.category], dtype=arg.dtype, example=example).tv

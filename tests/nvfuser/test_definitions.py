@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 from native_calls import DTYPES, differences, make_call, on_one_rank, samples
@@ -13,6 +14,7 @@ from meshfuse.dtypes import DataType
 from meshfuse.errors import DefinitionError
 from meshfuse.ops import OPS
 from meshfuse.ops.opdef import ToTorch
+from own_op import registered
 
 pytestmark = pytest.mark.nvfuser
 
@@ -50,6 +52,11 @@ def test_every_sample_builds(name: str, place: int) -> None:
             build_call(local)
     else:
         assert not differences(build_call(local))
+
+
+def test_an_op_of_a_users_own_builds(tmp_path: Path) -> None:
+    with registered(tmp_path) as op:
+        assert not differences(build_call(on_one_rank(make_call(op, op.samples()[0]))))
 
 
 COMPLEX = {DataType.ComplexFloat, DataType.ComplexDouble}

@@ -17,8 +17,6 @@ from ...ops.reductions import reduced_dims
 from .repeated import repeated_shape, repeats
 
 _WIDE = (DataType.Float, DataType.Double)
-# Ops whose result has the elements of their operand, some of them several times.
-_SAME = frozenset({"broadcast", "broadcast_in_dim", "expand", "reshape", "squeeze", "set", "segment_set"})
 
 
 def softmax_divisions(graph: Graph, nodes: set[int]) -> frozenset[int]:
@@ -57,13 +55,13 @@ def _subtracted_maximum(exp: Node | None, makers: Mapping[int, Node]) -> Node | 
         return None
     shape, last = top.call.types[0].shape, makers[shifted.inputs[1]].call
     kept = tuple(1 if d in reduced_dims(top.call) else n for d, n in enumerate(shape))
-    narrow = repeated_shape(last, last.types[0].shape, last.results[0].ndim) if repeats(last) else last.results[0].shape
+    narrow = repeated_shape(last, last.types[0].shape) if repeats(last) else last.results[0].shape
     return top if (1,) * (len(shape) - len(narrow)) + narrow == kept else None
 
 
 def _maker(tensor: int, makers: Mapping[int, Node]) -> Node | None:
     """The op that makes a tensor's elements."""
     node = makers.get(tensor)
-    while node is not None and node.name in _SAME:
+    while node is not None and node.call.op.keeps_elements:
         node = makers.get(node.inputs[0])
     return node

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...dtypes import DataType
+from ...ops.casts import COPIES
 from ...ops.local import LocalCall
 from ...ops.opdef import Call, ToTorch, count_tensors
-from ...ops.pointwise import COPIES, pointwise_rule
+from ...ops.pointwise import pointwise_rule
 from ...ops.values import REQUIRED, Param, ParamKind, ScalarRef, TensorRef, TensorType
 from ...sharding.layout import Runs
 

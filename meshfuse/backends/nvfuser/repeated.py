@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...ops.nvfuser_pointwise import arithmetic
 from ...ops.opdef import Call
-from ...ops.pointwise import pointwise_rule
+from ...ops.pointwise import nvfuser_arithmetic, pointwise_rule
 
 Shape = tuple[int, ...]
 
@@ -29,31 +28,30 @@ class Narrow:
 
 def repeats(call: Call) -> bool:
     """Whether an op only repeats elements."""
-    return call.op.name in ("expand", "broadcast_in_dim")
+    return call.op.repeats is not None
 
 
 def reads_narrow(call: Call) -> bool:
     """Whether an op broadcasts its operands itself, each to the shape of the result."""
-    return call.op.rule is pointwise_rule and call.op.nvfuser in (None, arithmetic)
+    return call.op.rule is pointwise_rule and call.op.nvfuser in (None, nvfuser_arithmetic)
 
 
 def repeated(ops: Any, call: Call, operand: Narrow, result: Shape) -> Narrow:
     """What an op that only repeats elements gives: new dims of size 1."""
-    old, new = len(operand.shape), len(result)
-    kept = _places(call, old, new)
-    view = operand.view if old == new else ops.broadcast(operand.view, [d not in kept for d in range(new)])
-    return Narrow(view, repeated_shape(call, operand.shape, new))
+    ndim, kept = len(result), _places(call)
+    view = operand.view if len(kept) == ndim else ops.broadcast(operand.view, [d not in kept for d in range(ndim)])
+    return Narrow(view, repeated_shape(call, operand.shape))
 
 
-def repeated_shape(call: Call, operand: Shape, ndim: int) -> Shape:
+def repeated_shape(call: Call, operand: Shape) -> Shape:
     """The shape of what an op that only repeats elements gives, with 1 where it repeats them."""
-    sizes = dict(zip(_places(call, len(operand), ndim), operand, strict=True))
-    return tuple(sizes.get(d, 1) for d in range(ndim))
+    sizes = dict(zip(_places(call), operand, strict=True))
+    return tuple(sizes.get(d, 1) for d in range(call.results[0].ndim))
 
 
-def _places(call: Call, old: int, new: int) -> list[int]:
-    """The dims of the result that the operand's are."""
-    return [d % new for d in call["broadcast_dims"]] if call.op.name == "broadcast_in_dim" else [*range(new - old, new)]
+def _places(call: Call) -> Sequence[int]:
+    assert call.op.repeats is not None
+    return call.op.repeats(call)
 
 
 def narrowest(operands: Sequence[Narrow], ndim: int) -> Shape:

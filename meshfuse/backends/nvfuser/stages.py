@@ -21,7 +21,7 @@ from ...graph import Graph
 from ...ops.opdef import Call
 from ...ops.values import TensorType
 from ...resharding import Compute
-from .unshared import LONGEST, PLAIN, is_pointwise
+from .unshared import LONGEST, is_pointwise
 
 _SMALL = 16  # A value of so many times fewer elements than another costs nothing beside it.
 _Run = tuple[list[Compute], list[str]]  # and why they are torch's
@@ -150,7 +150,7 @@ class _Staging:
 
     def _is_cheap(self, compute: Compute) -> bool:
         call = self._call(compute)
-        return is_pointwise(call) or call.op.name in PLAIN
+        return is_pointwise(call) or call.op.is_cheap
 
     def _call(self, compute: Compute) -> Call:
         return self.graph.nodes[compute.node].call
@@ -205,7 +205,7 @@ class _Staging:
 
     def _is_constant(self, value: int) -> bool:
         """Whether a value follows from nothing in memory, as a causal mask does."""
-        while value in self.makers and self._call(self.makers[value]).op.name in PLAIN:
+        while value in self.makers and self._call(self.makers[value]).op.is_cheap:
             if not (inputs := self.makers[value].inputs):
                 return True
             (value,) = inputs

@@ -19,8 +19,6 @@ from ...ops.values import TensorType
 from ...resharding import Compute
 from .repeated import repeats
 
-# Ops that make nothing new of their operands, or make something of none: what is broadcast is mostly made by them.
-PLAIN = frozenset({"broadcast", "squeeze", "reshape", "permute", "slice", "set", "full", "iota", "triu"})
 LONGEST = 24  # Ops that are done again for one value, at most.
 
 
@@ -48,7 +46,7 @@ def steps(graph: Graph, computes: Sequence[Compute], ttypes: Mapping[int, Tensor
 class _Unsharing:
     def __init__(self, graph: Graph, computes: Sequence[Compute], ttypes: Mapping[int, TensorType], outputs: set[int]):
         self.graph, self.computes, self.ttypes, self.outputs = graph, computes, ttypes, outputs
-        cheap = [c for c in computes if is_pointwise(self._call(c)) or self._call(c).op.name in PLAIN]
+        cheap = [c for c in computes if is_pointwise(self._call(c)) or self._call(c).op.is_cheap]
         self.makers = {c.outputs[0]: c for c in cheap if len(c.outputs) == 1}
         self.readers = Counter(v for c in computes for v in c.inputs)
         others = (c for c in computes if c.outputs[0] not in self.makers and by_element(self._call(c)))

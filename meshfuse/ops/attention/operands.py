@@ -1,17 +1,36 @@
-"""What the ops of attention share: checks of operands, the factors of their dims, texts of lowerings."""
+"""What the ops of attention share: parameters, checks, samples, the factors of their dims, texts of lowerings."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from ..dtypes import DataType
-from ..errors import user_error
-from .opdef import Call, Emit
-from .rules import DimFactors, FactorKind, RuleBuilder
-from .shape_arithmetic import UNKNOWN, agree, broadcasts_to, check_ndim, check_same_size
-from .values import TensorRef, TensorType
+from ...dtypes import DataType
+from ...errors import user_error
+from ..opdef import Call, Emit
+from ..rules import DimFactors, FactorKind, RuleBuilder
+from ..shape_arithmetic import UNKNOWN, agree, broadcasts_to, check_ndim, check_same_size
+from ..values import Param, ParamKind, TensorRef, TensorType
 
+K = ParamKind
+QKV = tuple(Param(name, K.TENSOR) for name in ("query", "key", "value"))
+BACKWARD_PARAMS = (
+    Param("grad_output", K.TENSOR),
+    *QKV,
+    Param("output", K.TENSOR),
+    Param("logsumexp", K.TENSOR),
+    Param("dropout_p", K.OPTIONAL_SCALAR),
+    Param("is_causal", K.OPTIONAL_SCALAR),
+    Param("philox_seed", K.TENSOR),
+    Param("philox_offset", K.TENSOR),
+    Param("scale", K.OPTIONAL_SCALAR, None),
+)
+FORWARD_PARAMS = (
+    *QKV,
+    Param("bias", K.OPTIONAL_TENSOR, None),
+    Param("mask", K.OPTIONAL_TENSOR, None),
+    *(Param(name, K.OPTIONAL_SCALAR, None) for name in ("dropout_p", "is_causal", "scale")),
+)
 # The types of the random state that attention returns: seed and offset.
 STATE = (TensorType((2,), DataType.UInt64), TensorType((), DataType.UInt64))
 
@@ -30,16 +49,21 @@ def checked_types(call: Call) -> tuple[TensorType, TensorType, TensorType]:
         check_same_size(name, f"key's and value's dim {d}", k.shape[d], v.shape[d])
     check_same_size(name, "query's and key's last dims", q.shape[-1], k.shape[-1])
     _check_heads(name, q, k)
-    for what in ("bias", "mask"):
-        if what in call.op.places and (t := call.type_of(what)) is not None:
-            _check_added(name, what, t, (*q.shape[:-1], k.shape[-2]))
-    out = (*q.shape[:-1], v.shape[-1])
-    for what, shape in (("grad_output", out), ("output", out), ("logsumexp", out[:-1]), ("grad_logsumexp", out[:-1])):
-        if what in call.op.places and (t := call.type_of(what)) is not None:
-            _check_shape(name, what, t, shape)
-    if "philox_seed" in call.op.places and call["dropout_p"] not in (None, 0):
-        _check_state(call)
+    _check_others(call, (*q.shape[:-1], k.shape[-2]), (*q.shape[:-1], v.shape[-1]))
     return q, k, v
+
+
+def _check_others(call: Call, scores: tuple[int, ...], out: tuple[int, ...]) -> None:
+    """Raises DefinitionError unless the other operands fit these shapes of the scores and the output."""
+    given = {name: t for name in call.op.places if (t := call.type_of(name)) is not None}
+    for name in ("bias", "mask"):
+        if name in given:
+            _check_added(call.op.name, name, given[name], scores)
+    for name, shape in (("grad_output", out), ("output", out), ("logsumexp", out[:-1]), ("grad_logsumexp", out[:-1])):
+        if name in given:
+            _check_shape(call.op.name, name, given[name], shape)
+    if "philox_seed" in given and call["dropout_p"] not in (None, 0):
+        _check_state(call)
 
 
 def statistic_dtype(dtype: DataType) -> DataType:
@@ -48,7 +72,7 @@ def statistic_dtype(dtype: DataType) -> DataType:
 
 
 def _check_added(name: str, what: str, t: TensorType, scores: Sequence[int]) -> None:
-    """Raises DefinitionError unless what is added to the scores broadcasts to them."""
+    """Raises DefinitionError unless a bias or mask broadcasts to the scores."""
     if not broadcasts_to(t.shape, scores):
         raise user_error(
             f"{name}: {what}", str(t), f"a shape that broadcasts to {list(scores)}", "Broadcast or reshape it."
@@ -56,7 +80,7 @@ def _check_added(name: str, what: str, t: TensorType, scores: Sequence[int]) -> 
 
 
 def _check_state(call: Call) -> None:
-    """Raises DefinitionError for a random state of a wrong form; without dropout any form will do."""
+    """Raises DefinitionError for a random state of the wrong shape. Without dropout it is not checked."""
     for what, wanted in zip(("philox_seed", "philox_offset"), STATE, strict=True):
         if (t := call.type_of(what)) is not None:
             _check_shape(call.op.name, what, t, wanted.shape)
@@ -83,8 +107,7 @@ class AttentionDims:
     """The factors of attention's dims: lead* (kv heads, group) rows, columns (major to minor), inner and value.
 
     A group of consecutive heads of q shares one head of k and v. `columns` are the sizes and kinds of the factors of
-    k's and v's rows. In a ring the rows of q and those of k and v lie in so many blocks, which are the most major
-    factor of both.
+    k's and v's rows. `ring`: the number of blocks of rows, the most major factor of q's rows and of k's and v's.
     """
 
     def __init__(
@@ -139,7 +162,7 @@ def operands_text(e: Emit) -> list[str]:
 
 
 def options_text(e: Emit) -> list[str]:
-    """Texts of dropout, and of whether the mask is causal."""
+    """Texts of dropout_p and is_causal."""
     return [str(None) if e.call[name] is None else e.scalar(name) for name in ("dropout_p", "is_causal")]
 
 
@@ -149,7 +172,7 @@ def scale_text(e: Emit) -> str:
 
 
 def score_flops(call: Call, products: int) -> float:
-    """Operations of so many matrix products of the scores' size."""
+    """Operations of this many matrix products of the scores' size."""
     q, k, v = checked_types(call)
     return 2.0 * products * math.prod(q.shape[:-1]) * k.shape[-2] * v.shape[-1]
 
@@ -158,3 +181,13 @@ def with_operands(call: Call, operands: Sequence[TensorRef]) -> list[object]:
     """The arguments of a call with these tensors."""
     given = iter(operands)
     return [next(given) if isinstance(arg, TensorRef) else arg for arg in call.args]
+
+
+def qkv_types(q: tuple[int, ...], kv: tuple[int, ...]) -> tuple[TensorType, ...]:
+    """Types of float operands of these shapes: q, and then k and v."""
+    return (TensorType(q, DataType.Float), TensorType(kv, DataType.Float), TensorType(kv, DataType.Float))
+
+
+def drops(call: Call) -> bool:
+    """`draws` of attention: whether it may have dropout."""
+    return call["dropout_p"] not in (None, 0)

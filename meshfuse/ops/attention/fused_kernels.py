@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Of CUDA's kernels: the widest heads that flash attention takes, and cuDNN's backward; what widths and biases are
-# padded to a multiple of, and what the memory-efficient kernel's log-sum-exp is padded to a multiple of.
+# CUDA kernels: the widest heads of flash attention and of cuDNN's backward; widths, biases and the memory-efficient
+# kernel's log-sum-exp are padded to multiples of these.
 _WIDEST, _CUDNN, _WIDTHS, _BIAS, _ROWS = 256, 128, 8, 16, 32
-# Multiplications of queries and keys from which on cuDNN's attention saves the device more than it costs the host.
+# From this many multiplications of queries and keys on, cuDNN saves more device time than it costs host time.
 _LEAST_PRODUCT = 2**32
 _aten = torch.ops.aten
 _Outcome = tuple[torch.Tensor, torch.Tensor]
@@ -121,22 +121,21 @@ def _backward_cpu(flat: Sequence[torch.Tensor], lse: torch.Tensor, is_causal: bo
 
 
 def _is_flash(q: torch.Tensor, k: torch.Tensor, is_causal: bool) -> bool:
-    """Whether flash attention computes this. Its causal mask ends in the last row and column, ours begins in the first.
+    """Whether flash attention computes this.
 
-    (They differ where there are more rows or more columns.)
+    Its causal mask ends in the last row and column, ours begins in the first: they agree for as many rows as columns.
     """
     square = q.shape[-2] == k.shape[-2] or not is_causal
     return q.dtype != torch.float32 and q.shape[-1] <= _WIDEST and square
 
 
 def _is_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float) -> bool:
-    """Whether cuDNN computes what flash attention would, and torch prefers it: on Hopper it takes half to two thirds
-    of the time.
+    """Whether to use cuDNN in place of flash attention: torch prefers it, and the product is large.
 
-    A call of it costs the host more, so small products stay with flash attention. The log-sum-exp is the same, so
-    forward and backward may decide otherwise.
+    On Hopper it takes half to two thirds of the time, but more time of the host. The log-sum-exp is the same: forward
+    and backward may decide differently.
     """
-    if isinstance(q, FakeTensor) or q.shape[-1] > _CUDNN:  # Results of both lie alike.
+    if isinstance(q, FakeTensor) or q.shape[-1] > _CUDNN:  # Both results have the same strides.
         return False
     if q.numel() * k.shape[-2] < _LEAST_PRODUCT:
         return False
@@ -164,7 +163,7 @@ def _attend_cuda(
 def _backward_cuda(flat: Sequence[torch.Tensor], lse: torch.Tensor, is_causal: bool, scale: float) -> _Gradients:
     width = flat[0].shape[-1]
     grad, q, k, v, out = (_padded(x, _WIDTHS) for x in flat)
-    state = torch.empty((), dtype=torch.int64, device=q.device)  # of random numbers, which are not drawn
+    state = torch.empty((), dtype=torch.int64, device=q.device)  # of random numbers; none are drawn
     if _is_flash(q, k, is_causal):
         sizes, lse = (q.shape[-2], k.shape[-2]), lse.contiguous()
         if _is_cudnn(q, k, v, is_causal, scale):
@@ -178,7 +177,7 @@ def _backward_cuda(flat: Sequence[torch.Tensor], lse: torch.Tensor, is_causal: b
             )
     else:
         wanted, sums = [True, True, True, False], _padded(lse, _ROWS, float("inf"))
-        # The kernel takes strides of all but the output, which it takes to lie as it writes it: [b, s, h, e].
+        # The kernel ignores the strides of the output: it expects [b, s, h, e] in memory.
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
         made = _aten._scaled_dot_product_efficient_attention_backward(
             grad, q, k, v, None, out, sums, state, state, 0.0, wanted, is_causal, scale=scale

@@ -1,20 +1,19 @@
-"""The rounds of attention in a ring, as graphs of ordinary ops.
+"""The schedule of attention in a ring, as graphs of ordinary ops.
 
-With n blocks of rows of q, and as many of k and v, tensors are [n, b, h, rows of a block, e]: the ring is a leading
-dim, along which attention is local. In step j block r of the rows meets block r - j of the columns, for which k and v
-travel one block on. The outputs of the steps are merged by their log-sum-exps. A rank has one block of k and v beside
-its own, and the next one on its way. (Liu et al. 2023, Ring Attention.)
+With n blocks of rows of q, and of k and v, tensors are [n, b, h, rows of a block, e]: attention is local along the
+leading dim. In step j block r of the rows meets block r - j of the columns: k and v travel one block on per step. The
+outputs of the steps are merged by their log-sum-exps. A rank has one block of k and v beside its own, and receives the
+next. (Liu et al. 2023, Ring Attention.)
 
-Under a causal mask block r sees itself in part, blocks s < r whole and the others not at all, so that half of the work
-is wasted. In zig-zag order block r is made of the chunks r and 2n - 1 - r of 2n. Then the later chunk of r sees the
-first chunk of every block. Beside that, the first chunk of r sees the first chunk of each s < r, or the later chunk of
-r sees the later chunk of each s > r. That is two products of chunks in every step on every rank, and none is wasted.
-(Zig-zag ring attention, as in the training of Llama 3, Dubey et al. 2024; Brandon et al. 2023, Striped Attention,
-balance by single rows.)
+Under a causal mask block r sees itself in part, blocks s < r whole and no others: half of the work would be wasted. In
+zig-zag order block r is made of the chunks r and 2n - 1 - r of 2n. The later chunk of r sees the first chunk of every
+block; the first chunk of r sees the first chunk of each s < r, and the later chunk of r the later chunk of each s > r.
+That is two products of chunks per step and rank, none of them wasted. (Zig-zag ring attention, as in the training of
+Llama 3, Dubey et al. 2024; Striped Attention, Brandon et al. 2023, balances by single rows.)
 
-Backward, the log-sum-exps of all columns make the gradients of each step independent (Dao 2023, FlashAttention-2).
-Those of q add up where q is; those of k and v travel on with their blocks, and home at the end, in float32 or wider.
-What a rank's own block gets in the first step stays, so they make as many hops as k and v.
+Backward, given the log-sum-exps of all columns, the gradients of the steps are independent (Dao 2023,
+FlashAttention-2). Those of q are summed where q is. Those of k and v, in float32 or wider, travel with their blocks and
+home at the end; the first step's share of a rank's own block stays there.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..dtypes import DataType
-from .attention_rules import statistic_dtype
-from .opdef import Call, Writing, cast_to
-from .values import TensorRef
+from ...dtypes import DataType
+from ..opdef import Call, Writing, cast_to
+from ..values import TensorRef
+from .operands import statistic_dtype
 
 Refs = tuple[TensorRef, ...]
 
@@ -198,7 +197,7 @@ class _RingBackward(_RingOps):
         return tuple(map(self.hop, tensors)) if self.n > 1 else ()
 
     def _block(self, step: int, rows: _Rows, k: TensorRef, v: TensorRef) -> Refs:
-        """The gradients of one step. Rows that see nothing get a log-sum-exp of inf, and so probabilities of 0."""
+        """The gradients of one step. Rows that see nothing get a log-sum-exp of inf, for probabilities of 0."""
         if self.causal:
             rows = rows._replace(lse=self.pick(step, rows.lse, math.inf))
         return self._attend(rows, k, v, False)

@@ -1,94 +1,22 @@
-"""Grouped and block-scaled matrix products, and nvFuser's nvfp4 ops."""
+"""Block-scaled matrix products, and nvFuser's nvfp4 ops."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
+
+import torch
 
 from ..dtypes import DataType
-from ..errors import DtypeError, user_error
-from ..gradients.products import GROUPED_MM
-from . import nvfuser_forms
-from .opdef import Call, Emit, NvfuserEmit, OpDef, Partial, Sample
+from ..errors import DtypeError, KernelError, user_error
+from ..kernels.table import kernel
+from .opdef import Call, Emit, NvfuserEmit, OpDef, Sample
 from .promotion import dtype_text
 from .rules import DimFactors, Rule, RuleBuilder
-from .shape_arithmetic import UNKNOWN, broadcasts_to, check_dtypes, check_ndim, check_positive, check_same_size
+from .shape_arithmetic import UNKNOWN, aligned_dims, broadcasts_to, check_ndim, check_positive, check_same_size
 from .values import Param, ParamKind, TensorType
 
 K = ParamKind
-
-# The indices that grouped_mm may group: the rows of a 2-D @ 3-D, the columns of a 3-D @ 2-D, inner ones of 2-D @ 2-D.
-_Grouped = Literal["rows", "columns", "inner"]
-_GROUPED: dict[tuple[int, ...], _Grouped] = {(2, 3): "rows", (3, 2): "columns", (2, 2): "inner"}
-
-
-def _kind(call: Call) -> _Grouped:
-    """Which indices are grouped: "rows", "columns" or "inner"."""
-    dims = tuple(t.ndim for t in call.types[:2])
-    if dims not in _GROUPED:
-        raise user_error(
-            "grouped_mm: operands",
-            f"{call.types[0]} and {call.types[1]}",
-            "2-D and 3-D, 3-D and 2-D, or two 2-D",
-            "Use matmul for a product without groups.",
-        )
-    return _GROUPED[dims]
-
-
-def _grouped_infer(call: Call) -> tuple[TensorType, ...]:
-    kind, (a, b, offsets) = _kind(call), call.types
-    check_ndim("grouped_mm", "the offsets", offsets, 1, 1)
-    check_same_size("grouped_mm", "the contracted dims", a.shape[-1], b.shape[-2])
-    check_dtypes(Call(call.op, call.args, (a, b)))
-    groups = {"rows": b.shape[0], "columns": a.shape[0], "inner": offsets.shape[0]}[kind]
-    check_same_size("grouped_mm", "the numbers of groups", groups, offsets.shape[0])
-    shape = (a.shape[-2], b.shape[-1])
-    return (TensorType((offsets.shape[0], *shape) if kind == "inner" else shape, a.dtype),)
-
-
-def _grouped_rule(call: Call) -> Rule:
-    """m k, g k n -> m n, summed over k and g: a rank multiplies the rows of the groups that it holds."""
-    kind, (a, b, offsets), builder = _kind(call), call.types, RuleBuilder()
-    rows, columns = builder.factor(a.shape[-2]), builder.factor(b.shape[-1])
-    inner = builder.reduction(a.shape[-1])
-    ends = (builder.blocked(offsets.shape[0]),)
-    group = builder.factor(offsets.shape[0]) if kind == "inner" else builder.reduction(offsets.shape[0])
-    left = (group, rows, inner) if kind == "columns" else (rows, inner)
-    right = (group, inner, columns) if kind == "rows" else (inner, columns)
-    return builder.build([left, right, ends], [(group, rows, columns) if kind == "inner" else (rows, columns)])
-
-
-def _grouped_emit(e: Emit) -> str:
-    kind = _kind(e.call)
-    index = {"rows": (0, 0), "columns": (1, 1), "inner": (0, 1)}[kind]
-    along = e.operand_runs(index[0])[index[1]]
-    groups = e.result_runs(0)[0] if kind == "inner" else e.operand_runs(1 if kind == "rows" else 0)[0]
-    return f"K.grouped_{kind}({', '.join(e.operands)}, {along}, {groups})"
-
-
-def _grouped_flops(call: Call) -> float:
-    """Operations: every row, column or inner index takes part in the product of one group."""
-    a, b = call.types[:2]
-    return 2.0 * a.shape[-2] * a.shape[-1] * b.shape[-1]
-
-
-def _grouped_samples() -> list[Sample]:
-    def sample(a: tuple[int, ...], b: tuple[int, ...], ends: Sequence[int]) -> Sample:
-        types = (
-            TensorType(a, DataType.Float),
-            TensorType(b, DataType.Float),
-            TensorType((len(ends),), DataType.Int32),
-        )
-        return Sample(types, values={2: ends})
-
-    return [
-        sample((8, 6), (3, 6, 4), (2, 2, 8)),
-        sample((3, 8, 6), (6, 5), (1, 4, 5)),
-        sample((4, 8), (8, 6), (3, 5, 8)),
-    ]
-
-
-# Block-scaled products
 
 _SCALED = (
     *(Param(name, K.TENSOR) for name in ("mat1", "mat2", "scale1", "scale2")),
@@ -101,7 +29,7 @@ _SCALED = (
 
 
 def _scaled_results(call: Call, out: tuple[int, ...]) -> tuple[TensorType, ...]:
-    """The types of the product and, where asked for, of its blocks' scales and its global scale."""
+    """The types of the product and of the optional results: its blocks' scales, its global scale."""
     made, block = [TensorType(out, call["dtype"])], call["output_block_scale_size"]
     if block:
         check_positive(call.op.name, "output_block_scale_size", block)
@@ -123,10 +51,7 @@ def _scaled_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _check_scaling(call: Call, out: tuple[int, ...]) -> None:
-    """Raises DefinitionError unless scales, alpha, beta and bias fit.
-
-    (For packed numbers NVIDIA's kernels define that.)
-    """
+    """Raises DefinitionError unless scales, alpha, beta and bias fit. Not for packed numbers."""
     for name, operand in (("scale1", call.types[0]), ("scale2", call.types[1])):
         _check_scale(name, call.type_of(name), operand)
     for name in ("alpha", "beta"):
@@ -137,7 +62,7 @@ def _check_scaling(call: Call, out: tuple[int, ...]) -> None:
 
 
 def _check_scale(name: str, scale: TensorType | None, operand: TensorType) -> None:
-    """Raises DefinitionError unless it is one number, or for each dim one, the dim's size or one per equal block."""
+    """Raises DefinitionError unless it has one number, or per dim one, one per element or one per equal block."""
     assert scale is not None
     one = scale.ndim < 2 and all(n in (1, UNKNOWN) for n in scale.shape)
     blocks = scale.ndim == 2 and all(map(_in_blocks, operand.shape, scale.shape))
@@ -151,34 +76,30 @@ def _in_blocks(n: int, blocks: int) -> bool:
 
 
 def _scaled_rule(call: Call) -> Rule:
-    """m k, k n -> m n. Scales per row or column follow m and n; a dim with a scale per block is whole, and so is k."""
+    """m k, k n -> m n. Scales per row or column follow m and n; k, and a dim with a scale per block, are whole."""
     (a, b), builder = call.types[:2], RuleBuilder()
     if len(call.results) > 1 or not _runs_on_cpu(call):
         return whole_rule(call)
     inner = builder.blocked(a.shape[1])
-
-    def outer(scale: TensorType, dim: int, n: int) -> tuple[int, ...]:
-        """A dim's factor: whole where the scale has one number for a block of it."""
-        return builder.blocked(n) if scale.ndim == 2 and scale.shape[dim] not in (1, n) else builder.factor(n)
-
-    rows, columns = outer(call.types[2], 0, a.shape[0]), outer(call.types[3], 1, b.shape[1])
-    out = ((a.shape[0], rows), (b.shape[1], columns))
-
-    def scale(t: TensorType, dim: int) -> DimFactors:
-        n, factor = out[dim]
-        return tuple(
-            factor if d == dim and size == n and t.ndim == 2 else builder.blocked(size)
-            for d, size in enumerate(t.shape)
-        )
-
-    def other(name: str, t: TensorType) -> DimFactors:
-        ends = out[2 - t.ndim :] if name == "bias" else [(0, ())] * t.ndim
-        return tuple(factor if size == n else () for size, (n, factor) in zip(t.shape, ends, strict=True))
-
-    scales = [scale(call.types[2], 0), scale(call.types[3], 1)]
+    scales, shape = call.types[2:4], (a.shape[0], b.shape[1])
+    out = tuple(_outer(builder, scales[dim], dim, n) for dim, n in enumerate(shape))
+    scale_dims = [_scale_dims(builder, scales[dim], dim, shape[dim], out[dim]) for dim in range(2)]
     given = [(name, t) for name in ("alpha", "bias", "beta") if (t := call.type_of(name)) is not None]
-    others = [other(name, t) for name, t in given]
-    return builder.build([(rows, inner), (inner, columns), *scales, *others], [(rows, columns)])
+    others = [aligned_dims(t.shape, shape, out) if name == "bias" else ((),) * t.ndim for name, t in given]
+    return builder.build([(out[0], inner), (inner, out[1]), *scale_dims, *others], [out])
+
+
+def _outer(builder: RuleBuilder, scale: TensorType, dim: int, n: int) -> tuple[int, ...]:
+    """The factor of a dim of the result: blocked if the scale has one number per block of it."""
+    return builder.blocked(n) if scale.ndim == 2 and scale.shape[dim] not in (1, n) else builder.factor(n)
+
+
+def _scale_dims(builder: RuleBuilder, scale: TensorType, dim: int, n: int, factor: tuple[int, ...]) -> DimFactors:
+    """The factors of a scale, which has the result's factor in `dim` if it has a number for each of its n elements."""
+    return tuple(
+        factor if d == dim and size == n and scale.ndim == 2 else builder.blocked(size)
+        for d, size in enumerate(scale.shape)
+    )
 
 
 def _packed(call: Call) -> bool:
@@ -196,6 +117,36 @@ def _scaled_emit(e: Emit) -> str:
     return f"K.scaled_mm({', '.join(names)}, {dtype_text(e.call['dtype'])})"
 
 
+@kernel
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    alpha: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """alpha * (a * scale_a) @ (b * scale_b) + beta * bias, computed in float32."""
+    out = torch.matmul(a.float() * _spread(scale_a, a), b.float() * _spread(scale_b, b))
+    out = out if alpha is None else out * alpha
+    if bias is not None:
+        out = out + (bias if beta is None else bias * beta)
+    return out.to(dtype)
+
+
+def _spread(scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """One factor per element, from a scale per tensor, row, column or block."""
+    scale = scale.float()
+    if scale.ndim != like.ndim:
+        return scale
+    for d, n in enumerate(like.shape):
+        if scale.shape[d] not in (1, n):
+            scale = scale.repeat_interleave(-(-n // scale.shape[d]), d).narrow(d, 0, n)
+    return scale
+
+
 def _scaled_samples() -> list[Sample]:
     def t(*shape: int) -> TensorType:
         return TensorType(shape, DataType.Float)
@@ -209,11 +160,11 @@ def _scaled_samples() -> list[Sample]:
     ]
 
 
-# What only NVIDIA's kernels define
+# What only NVIDIA's kernels compute
 
 
 def whole_rule(call: Call) -> Rule:
-    """The rule of an op that needs every dim of every tensor whole."""
+    """The rule of an op that needs all operands whole."""
     builder = RuleBuilder()
     tensors = [tuple(map(builder.blocked, t.shape)) for t in (*call.types, *call.results)]
     return builder.build(tensors[: len(call.types)], tensors[len(call.types) :])
@@ -228,11 +179,32 @@ def _missing_emit(e: Emit) -> str:
     return f"K.needs_nvidia({e.call.op.name!r})"
 
 
+@kernel
+def needs_nvidia(op: str) -> torch.Tensor:
+    """Raises KernelError: only NVIDIA's kernels read packed 4-bit numbers and swizzled scales."""
+    raise user_error(
+        f"{op} cannot run here: it needs nvFuser and a GPU with nvfp4 (compute capability 10.0 or later)", "", "",
+        "Run the definition with the nvFuser backend on such a GPU, or use matmul or grouped_mm in bfloat16.",
+        cls=KernelError,
+    )  # fmt: skip
+
+
 def _scaled_grouped_infer(call: Call) -> tuple[TensorType, ...]:
     a, b = call.types[:2]
     check_ndim(call.op.name, "the first operand", a, 2, 3)
     check_ndim(call.op.name, "the second operand", b, 2, 3)
     return _scaled_results(call, (a.shape[0], b.shape[-1]))
+
+
+def _scaled_grouped_nvfuser(n: NvfuserEmit) -> Any:
+    """By an overload of nvFuser's grouped_mm."""
+    call, names = n.call, ("mat1", "mat2", "offsets", "scale1", "scale2")
+    options = {name: n.operand(name) for name in ("alpha", "bias", "beta") if n.operand(name) is not None}
+    return n.ops.grouped_mm(
+        *(n.operand(name) for name in names), **options, dtype=n.dtype(call["dtype"]),
+        output_block_scale_size=call["output_block_scale_size"],
+        output_block_scale_dtype=n.dtype(call["output_block_scale_dtype"]), output_gamma=call["output_gamma"],
+    )  # fmt: skip
 
 
 def _cutlass_infer(call: Call) -> tuple[TensorType, ...]:
@@ -260,7 +232,7 @@ def _quantize_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _grouped_quantize_infer(call: Call) -> tuple[TensorType, ...]:
-    """As without groups: padding each group's scales to tiles of 128 x 4 is a matter of memory alone."""
+    """As without groups: that each group's scales are padded to tiles of 128 x 4 only affects memory."""
     check_ndim(call.op.name, "the input", call.types[0], 2, 2)
     return _quantize_infer(call)
 
@@ -286,12 +258,13 @@ def _missing(
     nvfuser: Callable[[NvfuserEmit], Any] | None = None,
     *,
     about: str,
+    scheduler: str = "",
 ) -> OpDef:
     """An op that is typed and propagated here, and runs with nvFuser on NVIDIA's GPUs only."""
     found = [Sample(tuple(sample))]
     return OpDef(
         name, params, infer, whole_rule, _missing_emit, samples=lambda: found, nvfuser=nvfuser,
-        about=f"{about}; needs NVIDIA's kernels",
+        about=f"{about}; needs NVIDIA's kernels", scheduler=scheduler,
     )  # fmt: skip
 
 
@@ -302,25 +275,14 @@ _MATS = tuple(Param(name, K.TENSOR) for name in ("mat1", "mat2", "offsets"))
 _CUTLASS = ("mat1", "mat2", "scale1", "scale2", "alpha", "problem_sizes", "expert_offsets", "sf_offsets")
 OPS = (
     OpDef(
-        "grouped_mm",
-        _MATS,
-        _grouped_infer,
-        _grouped_rule,
-        _grouped_emit,
-        Partial.EACH,
-        _grouped_flops,
-        _grouped_samples,
-        nvfuser=nvfuser_forms.grouped_mm,
-        vjp=GROUPED_MM,
-        about="a product per group of rows (or columns), which end at `offsets`; with scales as `scaled_grouped_mm`",
-    ),
-    OpDef(
         "scaled_mm",
         _SCALED,
         _scaled_infer,
         _scaled_rule,
         _scaled_emit,
         samples=_scaled_samples,
+        uses_library=True,
+        scheduler="expr_eval",
         about="matrix product of block-scaled operands; `fd.ops.scaled_mm` gives (product, scales, global scale)",
     ),
     _missing(
@@ -328,8 +290,9 @@ OPS = (
         (*_MATS, *_SCALED[2:]),
         _scaled_grouped_infer,
         _types(((8, 32), _FP4), ((3, 32, 16), _FP4), _ENDS, ((8, 2), _FP8), ((3, 2, 16), _FP8)),
-        nvfuser_forms.scaled_grouped_mm,
+        _scaled_grouped_nvfuser,
         about="grouped product of block-scaled operands",
+        scheduler="expr_eval",
     ),
     _missing(
         "cutlass_nvfp4_grouped_mm",

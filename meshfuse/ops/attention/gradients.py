@@ -1,7 +1,4 @@
-"""The VJPs of scaled dot product attention: `sdpfa_bwd`, or what that does not do written out.
-
-The gradients of the backward ops themselves are those of what they compute, written out.
-"""
+"""Gradients of attention that `sdpfa_bwd` does not compute, and of the backward ops, written out in ops."""
 
 from __future__ import annotations
 
@@ -9,25 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..dtypes import DataType
-from ..errors import user_error
-from ..ops.vjp import Backward, Tensor, Vjp, sizes, sum_to
-from .products import transposed
+from ...dtypes import DataType
+from ...errors import user_error
+from ..vjp import Backward, Tensor, sizes, sum_to, transposed
 
 
-def _attention(b: Backward) -> dict[str, Any]:
-    """By `sdpfa_bwd` where only the output has a gradient and there is no bias or mask; else written out."""
-    if any(b[name] is not None for name in ("bias", "mask")) or b.grads[1] is not None:
-        return _WrittenOut(b).gradients()
-    out, lse, seed, offset = b.results
-    p, causal = b["dropout_p"], b["is_causal"]
-    options = (0.0 if p is None else p, False if causal is None else causal)
-    qkv = (b["query"], b["key"], b["value"])
-    made = b.ops.sdpfa_bwd(b.grad, *qkv, out, lse, *options, seed, offset, b["scale"])
-    return dict(zip(("query", "key", "value"), made, strict=True))
-
-
-class _WrittenOut:
+class WrittenOut:
     """Gradients of attention with a bias, a mask or a gradient of the log-sum-exp.
 
     The probabilities are computed again from the log-sum-exp. Scores are [.., h, s, s_k]; tensors that meet k and v are
@@ -63,13 +47,13 @@ class _WrittenOut:
         return self.o.cast(x, DataType.Float) if x.dtype.is_reduced_float else x
 
     def _default_scale(self) -> Any:
-        """1 / sqrt(e). For e = 0 the scores are sums of nothing, and any scale will do."""
+        """1 / sqrt(e); 1 for e = 0, where all scores are 0."""
         return self.o.rsqrt(self.o.maximum(sizes(self.q)[-1], 1))
 
     def _grouped(self, x: Tensor) -> Tensor:
         """[.., h, s, n] as [.., h_k, (h / h_k) s, n].
 
-        The number of rows is given: it cannot be inferred from 0 elements.
+        The number of rows cannot be inferred if there are no elements.
         """
         if _as_many_heads(x, self.k):
             return x
@@ -106,12 +90,12 @@ class _WrittenOut:
         return self.o.ge(self._per_row(rows), columns)
 
     def _places(self, n: Any) -> Tensor:
-        """The places in the sequence of so many rows or columns."""
+        """The places in the sequence of n rows or columns."""
         found = self.o.iota(n)
         return self.o.reorder_blocks(found, 0, list(self.chunks)) if self.chunks else found
 
     def _slopes(self) -> Tensor:
-        """The factor that makes each score's gradient out of its probability."""
+        """Each score's gradient over its probability."""
         b, o = self.b, self.o
         lse = None if b.grads[1] is None else self._per_row(b.grads[1])
         if b.grad is None:
@@ -126,11 +110,10 @@ def _as_many_heads(x: Tensor, y: Tensor) -> bool:
     return x.type.shape[-3] == y.type.shape[-3] != -1
 
 
-def _second(b: Backward, chunks: Sequence[int] = ()) -> dict[str, Any]:
-    """The gradients of a backward op, by those of what it computes, written out on copies of its operands.
+def second_gradients(b: Backward, chunks: Sequence[int] = ()) -> dict[str, Any]:
+    """The gradients of a backward op: it is written out on copies of its operands, and that is differentiated.
 
-    The copies cut off what the operands are made of, which has gradients of its own: the output and the log-sum-exp
-    depend on q, k and v.
+    The output and the log-sum-exp depend on q, k and v; the copies keep gradients from flowing on into them.
     """
     names = ["query", "key", "value", "output", "logsumexp", "grad_output"]
     last = "grad_logsumexp" if b.arguments.get("grad_logsumexp") is not None else None
@@ -139,37 +122,7 @@ def _second(b: Backward, chunks: Sequence[int] = ()) -> dict[str, Any]:
     saved = copies["output"], copies["logsumexp"]
     grads = copies["grad_output"], copies[last] if last else None
     used = Backward(b.name, b.ops, copies | options, saved, grads, {copies[name].id for name in names[:3]})
-    made = _WrittenOut(used, chunks).gradients()
-    asked = [(made[name], grad) for name, grad in zip(names, b.grads, strict=False) if grad is not None]
-    found = b.ops.gradients([y for y, _ in asked], list(copies.values()), [grad for _, grad in asked])
+    made = WrittenOut(used, chunks).gradients()
+    pairs = [(made[name], grad) for name, grad in zip(names, b.grads, strict=False) if grad is not None]
+    found = b.ops.gradients([y for y, _ in pairs], list(copies.values()), [grad for _, grad in pairs])
     return dict(zip(copies, found, strict=True))
-
-
-def _attention_bwd(b: Backward) -> dict[str, Any]:
-    p = b["dropout_p"]
-    if p not in (None, 0, 0.0):
-        raise user_error(
-            "sdpfa_bwd: no derivative here with dropout", f"dropout_p {p}", "0",
-            "Write the attention with matmul, softmax and dropout.",
-        )  # fmt: skip
-    return _second(b)
-
-
-def _ring(b: Backward) -> dict[str, Any]:
-    """By `ring_attention_bwd`, from the output and the log-sum-exp."""
-    grad = b.grad if b.grad is not None else b.ops.full(sizes(b.result), 0.0, b.result.dtype)
-    qkv, options = (b[name] for name in ("query", "key", "value")), (b["ring"], b["is_causal"], b["scale"], b["zigzag"])
-    made = b.ops.ring_attention_bwd(grad, *qkv, *b.results, *options, b.grads[1])
-    return dict(zip(("query", "key", "value"), made, strict=True))
-
-
-def _ring_bwd(b: Backward) -> dict[str, Any]:
-    ring = b["ring"]
-    chunks = [chunk for block in range(ring) for chunk in (block, 2 * ring - 1 - block)]
-    return _second(b, chunks if b["zigzag"] else ())
-
-
-SDPFA_FWD: Vjp = _attention
-SDPFA_BWD: Vjp = _attention_bwd
-RING_ATTENTION: Vjp = _ring
-RING_ATTENTION_BWD: Vjp = _ring_bwd

@@ -1,4 +1,4 @@
-"""Check of `OpDef.pieced`: does the op on the parts of a dim, put together, give what it gives on the whole?
+"""Check of `OpDef.concat_distributive`: on the parts of a dim, put together, an op gives what it gives on the whole.
 
 `rewrites.split_concats` relies on it.
 """
@@ -21,9 +21,9 @@ from .calls import operands_of, whole
 from .cases import report, tolerance, wrong_results
 
 
-def pieced_problem(op: OpDef, sample: Sample) -> str | None:
+def concat_problem(op: OpDef, sample: Sample) -> str | None:
     """Compare the op on two parts of a dim with the op on the whole, for every factor and wherever it is cut."""
-    if not op.pieced:
+    if not op.concat_distributive:
         return None
     call = make_call(op, sample)
     rule, operands = op.rule(call), operands_of(call, sample)
@@ -36,7 +36,9 @@ def pieced_problem(op: OpDef, sample: Sample) -> str | None:
             wrong = wrong_results(found, wanted, 10 * tolerance(call))
             if wrong is not None:
                 facts = [("parts", f"{first} and {n - first} of factor {letter(factor)}"), ("wrong", wrong[2])]
-                return report(op, call, "it is not the same on the parts of a dim", facts, "Say pieced=False.")
+                return report(
+                    op, call, "it is not the same on the parts of a dim", facts, "Say concat_distributive=False."
+                )
     return None
 
 

@@ -1,0 +1,189 @@
+"""A problem of many choices: every variable takes one label, at a cost, and neighbours' labels cost together.
+
+The planner's variables are the placements of ops and the copies of tensors (`planner.program`); here they are numbers.
+What neighbours' labels cost depends on few things about them, such as the sharding of one tensor. An edge knows these:
+costs are passed along it with far less work than its table of all pairs has cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+Costs = np.ndarray  # float64
+Numbers = np.ndarray  # of labels, or of what they have in common
+
+
+class Classes:
+    """Labels by what they have in common: `of[label]` is a label's class."""
+
+    __slots__ = ("_sorted", "count", "of")
+
+    def __init__(self, of: Numbers, count: int):
+        self.of, self.count = of, count
+        self._sorted: tuple[Numbers, Numbers] | None = None
+
+    def least(self, values: Costs) -> Costs:
+        """By class the least value of its labels; inf for a class without labels."""
+        order, starts = self._sorted = self._sorted or self._sort()
+        out = np.full(self.count, np.inf)
+        if len(values):
+            out[self.of[order[starts]]] = np.minimum.reduceat(values[order], starts)
+        return out
+
+    def _sort(self) -> tuple[Numbers, Numbers]:
+        """The labels by class, and where each class begins among them."""
+        order = np.argsort(self.of, kind="stable")
+        ordered = self.of[order]
+        return order, np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+
+    def only(self, labels: Numbers) -> tuple[Classes, Numbers]:
+        """The classes of some of the labels, numbered anew, and their old numbers."""
+        there, of = np.unique(self.of[labels], return_inverse=True)
+        return Classes(of, len(there)), there
+
+
+class Digits(Classes):
+    """Labels that are pairs of numbers, row by row; their classes are the first numbers, or (`axis` 1) the second."""
+
+    __slots__ = ("axis", "shape")
+
+    def __init__(self, shape: tuple[int, int], axis: int):
+        super().__init__(np.indices(shape)[axis].ravel(), shape[axis])
+        self.shape, self.axis = shape, axis
+
+    def least(self, values: Costs) -> Costs:
+        return values.reshape(self.shape).min(1 - self.axis)
+
+
+class Edge(Protocol):
+    """What the labels of two variables cost together; `sides` are their numbers."""
+
+    @property
+    def sides(self) -> tuple[int, int]: ...
+
+    def passed(self, values: Costs, back: bool) -> Costs:
+        """For each label of the second side the least of (value of a label of the first + what both cost); or back."""
+        ...
+
+    def only(self, first: Numbers, second: Numbers) -> Edge:
+        """The same for some of the labels of both sides."""
+        ...
+
+    def table(self) -> Costs:
+        """What all pairs cost: [labels of the first side, labels of the second]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Costs by the classes of both sides' labels: `costs` is [classes of the first, classes of the second]."""
+
+    sides: tuple[int, int]
+    costs: Costs
+    first: Classes
+    second: Classes
+
+    def passed(self, values: Costs, back: bool) -> Costs:
+        if back:
+            return (self.costs + self.second.least(values)).min(1)[self.first.of]
+        return (self.costs + self.first.least(values)[:, None]).min(0)[self.second.of]
+
+    def only(self, first: Numbers, second: Numbers) -> Between:
+        (one, rows), (two, columns) = self.first.only(first), self.second.only(second)
+        return Between(self.sides, self.costs[np.ix_(rows, columns)], one, two)
+
+    def table(self) -> Costs:
+        return self.costs[self.first.of][:, self.second.of]
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """The labels of both sides must be of the same class; `penalty` where they are not."""
+
+    sides: tuple[int, int]
+    first: Classes
+    second: Classes
+    penalty: float
+
+    def passed(self, values: Costs, back: bool) -> Costs:
+        given, other = (self.second, self.first) if back else (self.first, self.second)
+        return np.minimum(given.least(values), values.min() + self.penalty)[other.of]
+
+    def only(self, first: Numbers, second: Numbers) -> Same:
+        one, two = Classes(self.first.of[first], self.first.count), Classes(self.second.of[second], self.second.count)
+        return Same(self.sides, one, two, self.penalty)
+
+    def table(self) -> Costs:
+        return np.where(self.first.of[:, None] == self.second.of[None, :], 0.0, self.penalty)
+
+
+@dataclass(frozen=True, slots=True)
+class FromEither:
+    """A label of the first side has two sources, and one of the second takes the cheaper one.
+
+    `costs[k]` is [classes of source k, classes of the second side], `sources[k]` the first side's labels by source k.
+    """
+
+    sides: tuple[int, int]
+    costs: tuple[Costs, Costs]
+    sources: tuple[Classes, Classes]
+    second: Classes
+
+    def passed(self, values: Costs, back: bool) -> Costs:
+        if back:
+            wanted = self.second.least(values)
+            ways = [(costs + wanted).min(1)[source.of] for costs, source in zip(self.costs, self.sources, strict=True)]
+            return np.minimum(*ways)
+        ways = [(costs + source.least(values)[:, None]).min(0)
+                for costs, source in zip(self.costs, self.sources, strict=True)]  # fmt: skip
+        return np.minimum(*ways)[self.second.of]
+
+    def only(self, first: Numbers, second: Numbers) -> FromEither:
+        two, columns = self.second.only(second)
+        (one, rows), (other, others) = (source.only(first) for source in self.sources)
+        costs = (self.costs[0][np.ix_(rows, columns)], self.costs[1][np.ix_(others, columns)])
+        return FromEither(self.sides, costs, (one, other), two)
+
+    def table(self) -> Costs:
+        ways = [costs[source.of] for costs, source in zip(self.costs, self.sources, strict=True)]
+        return np.minimum(*ways)[:, self.second.of]
+
+
+@dataclass(slots=True)
+class CostGraph:
+    """Variables by number, with what their labels cost by themselves, and the edges between them."""
+
+    costs: list[Costs] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+
+    def add_variable(self, costs: Sequence[float] | Costs) -> int:
+        """A new variable; returns its number."""
+        self.costs.append(np.array(costs, dtype=np.float64))
+        return len(self.costs) - 1
+
+    def add_costs(self, variable: int, costs: Costs) -> None:
+        """What the variable's labels cost beside what they cost already."""
+        self.costs[variable] = self.costs[variable] + costs
+
+    def sizes(self) -> list[int]:
+        """The number of labels of every variable."""
+        return [len(costs) for costs in self.costs]
+
+    def value(self, labels: Sequence[int]) -> float:
+        """What an assignment costs."""
+        one = [np.array([label]) for label in labels]
+        alone = sum(float(costs[label]) for costs, label in zip(self.costs, labels, strict=True))
+        return alone + sum(float(e.only(one[e.sides[0]], one[e.sides[1]]).table()[0, 0]) for e in self.edges)
+
+    def sides(self) -> list[tuple[int, int]]:
+        """The neighbours, in pairs."""
+        return [edge.sides for edge in self.edges]
+
+    def only(self, kept: Sequence[Numbers]) -> CostGraph:
+        """The same problem with only these labels, by number, for every variable."""
+        edges = [edge.only(kept[edge.sides[0]], kept[edge.sides[1]]) for edge in self.edges]
+        return replace(self, costs=[costs[k] for costs, k in zip(self.costs, kept, strict=True)], edges=edges)

@@ -1,0 +1,211 @@
+"""Lower bounds of a cost graph, and with them its exact minimum where the tables of elimination would be too large.
+
+Dual ascent by sequential messages (TRW-S: Kolmogorov 2006): messages move costs between neighbours, which changes no
+assignment's total, until the sum of all least costs, a lower bound of every assignment, grows no more. A label whose
+assignments all exceed a known one is dropped; what is left is eliminated exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .cost_graph import CostGraph, Costs, Numbers
+from .elimination import Assignment, eliminate, elimination_order
+
+# Cells of the largest table that is made: 8 MB of float64. Whoever has less memory may lower it; a plan that is then
+# no longer proven says so.
+MOST_CELLS = 1 << 20
+# Sweeps before labels are looked at again; doubled each time that drops none, up to so many in a row.
+_SWEEPS, _MOST_SWEEPS = 8, 128
+# So many labels of every variable are tried together.
+_FEW = 12
+# The part of the value by which costs count as equal.
+TOLERANCE = 1e-9
+
+
+# By edge the messages to its two sides.
+Sent = list[list[Costs]]
+
+
+@dataclass(frozen=True, slots=True)
+class Certified:
+    """An assignment, and what no assignment costs less than."""
+
+    assignment: Assignment
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """The part of the value by which a better assignment may cost less; 0 where this one is proven the best."""
+        value = self.assignment.value
+        return (value - self.bound) / abs(value) if value - self.bound > TOLERANCE * abs(value) else 0.0
+
+
+def solve(graph: CostGraph, most_cells: int = MOST_CELLS, start: Sent | None = None) -> Certified:
+    """The assignment that costs least, with its proof; one with a gap where its tables would be too large.
+
+    `start` are the messages of a graph that differs in some costs alone.
+    """
+    order = elimination_order(graph.sizes(), graph.sides())
+    if order.cells <= most_cells:
+        best = eliminate(graph, order)
+        return Certified(best, best.value)
+    return _Ascent(graph, most_cells, start).run()
+
+
+class _Ascent:
+    """A cost graph from which labels are dropped; `kept` are the first numbers of those that are left."""
+
+    def __init__(self, graph: CostGraph, most_cells: int, start: Sent | None):
+        self.graph, self.most_cells = graph, most_cells
+        self.kept = [np.arange(n) for n in graph.sizes()]
+        self.messages = Messages(graph)
+        if start:
+            self.messages.sent = start
+        self.best = Assignment((), np.inf)
+        self.bound = -np.inf
+
+    def run(self) -> Certified:
+        for _ in range(_MOST_SWEEPS // _SWEEPS):
+            for _ in range(_SWEEPS):
+                self.messages.sweep()
+            bound = self.messages.bound()
+            slacks = [*self.messages.slacks()]
+            within = self._near(slacks)
+            # Whatever has a label with a larger slack costs more than this.
+            self.bound = max(self.bound, min(bound + within, self.best.value))
+            if self._is_closed():
+                return Certified(self.best, self.best.value)
+            self._drop(slacks, self.best.value - bound)
+        return Certified(self.best, self.bound)
+
+    def _is_closed(self) -> bool:
+        return self.best.value - self.bound <= TOLERANCE * abs(self.best.value)
+
+    def _near(self, slacks: Sequence[Costs]) -> float:
+        """Take the best assignment of labels with the least slack, of as many as can be eliminated.
+
+        Returns by how much every other assignment exceeds the bound at least.
+        """
+        self._round(slacks)
+        levels = np.unique(np.concatenate(slacks))
+        ordered = [np.sort(slack) for slack in slacks]
+        low, high, order = 0, len(levels), None
+        while low < high:
+            middle = (low + high) // 2
+            sizes = [max(1, int(np.searchsorted(slack, levels[middle], "right"))) for slack in ordered]
+            found = elimination_order(sizes, self.graph.sides())
+            if found.cells <= self.most_cells:
+                order, low = found, middle + 1
+            else:
+                high = middle
+        if order is None:
+            return 0.0
+        kept = [np.flatnonzero(slack <= max(levels[low - 1], slack.min())) for slack in slacks]
+        small = eliminate(self.graph.only(kept), order)
+        self._take(Assignment(tuple(int(k[n]) for k, n in zip(kept, small.labels, strict=True)), small.value))
+        return float(levels[low]) if low < len(levels) else np.inf
+
+    def _round(self, slacks: Sequence[Costs]) -> None:
+        """Take the messages' own assignments, and the best one of every variable's few labels with the least slack."""
+        for backward in (False, True):
+            labels = self.messages.rounded(backward)
+            self._take(Assignment(tuple(labels), self.graph.value(labels)))
+        kept = [np.argsort(slack, kind="stable")[:_FEW] for slack in slacks]
+        graph = self.graph.only(kept)
+        order = elimination_order(graph.sizes(), graph.sides())
+        if order.cells <= self.most_cells:
+            small = eliminate(graph, order)
+            self._take(Assignment(tuple(int(k[n]) for k, n in zip(kept, small.labels, strict=True)), small.value))
+
+    def _take(self, found: Assignment) -> None:
+        if found.value < self.best.value:
+            labels = [int(kept[label]) for kept, label in zip(self.kept, found.labels, strict=True)]
+            self.best = Assignment(tuple(labels), found.value)
+
+    def _drop(self, slacks: Sequence[Costs], allowed: float) -> None:
+        """Drop the labels that are in no better assignment."""
+        allowed += TOLERANCE * abs(self.best.value)
+        kept = [np.flatnonzero(slack <= allowed) for slack in slacks]
+        kept = [now if len(now) else np.arange(len(before)) for now, before in zip(kept, self.kept, strict=True)]
+        self.kept = [before[now] for before, now in zip(self.kept, kept, strict=True)]
+        self.graph, self.messages = self.graph.only(kept), self.messages.only(kept)
+
+
+class Messages:
+    """What edges have given to the labels of their two sides: an edge's own costs are less by both."""
+
+    def __init__(self, graph: CostGraph):
+        self.graph = graph
+        self.sent = [[np.zeros(len(graph.costs[v])) for v in edge.sides] for edge in graph.edges]
+        self.at = [list[tuple[int, int]]() for _ in graph.costs]  # by variable, its edges and which side it is
+        for number, edge in enumerate(graph.edges):
+            for side, v in enumerate(edge.sides):
+                self.at[v].append((number, side))
+
+    def only(self, kept: Sequence[Numbers]) -> Messages:
+        """The messages about some of the labels."""
+        out = Messages(self.graph.only(kept))
+        out.sent = [[sent[kept[v]] for sent, v in zip(both, edge.sides, strict=True)]
+                    for both, edge in zip(self.sent, self.graph.edges, strict=True)]  # fmt: skip
+        return out
+
+    def _belief(self, v: int) -> Costs:
+        """What a variable's labels cost with all that its neighbours say."""
+        return self.graph.costs[v] + sum([self.sent[edge][side] for edge, side in self.at[v]])
+
+    def sweep(self) -> None:
+        """Once forward and once back."""
+        for v in range(len(self.at)):
+            self._pass(v, [at for at in self.at[v] if self._other(*at) > v])
+        for v in reversed(range(len(self.at))):
+            self._pass(v, [at for at in self.at[v] if self._other(*at) < v])
+
+    def _other(self, edge: int, side: int) -> int:
+        return self.graph.edges[edge].sides[1 - side]
+
+    def _pass(self, v: int, ahead: Sequence[tuple[int, int]]) -> None:
+        """Take from all edges of a variable what they cost at least, and hand it on in equal parts to those ahead."""
+        for edge, side in self.at[v]:
+            self.sent[edge][side] = self.graph.edges[edge].passed(-self.sent[edge][1 - side], back=side == 0)
+        if ahead:
+            part = self._belief(v) / max(len(ahead), len(self.at[v]) - len(ahead))
+            for edge, side in ahead:
+                self.sent[edge][side] -= part
+
+    def _edge_least(self, number: int, side: int) -> Costs:
+        """For each label on a side of an edge, what the edge costs at least, less both messages."""
+        other = self.graph.edges[number].passed(-self.sent[number][1 - side], back=side == 0)
+        return other - self.sent[number][side]
+
+    def bound(self) -> float:
+        """What no assignment costs less than."""
+        alone = sum(float(self._belief(v).min()) for v in range(len(self.graph.costs)))
+        return alone + sum(float(self._edge_least(number, 0).min()) for number in range(len(self.graph.edges)))
+
+    def slacks(self) -> Iterable[Costs]:
+        """For every label, by how much the assignments with it exceed the bound at least."""
+        for v in range(len(self.graph.costs)):
+            parts = [self._belief(v), *[self._edge_least(edge, side) for edge, side in self.at[v]]]
+            yield np.add.reduce([part - part.min() for part in parts])
+
+    def rounded(self, backward: bool = False) -> list[int]:
+        """An assignment, one variable after another, each in view of those before it."""
+        labels, known = [0] * len(self.graph.costs), set[int]()
+        for v in reversed(range(len(labels))) if backward else range(len(labels)):
+            costs = self.graph.costs[v].copy()
+            for number, side in self.at[v]:
+                edge = self.graph.edges[number]
+                other = edge.sides[1 - side]
+                if other in known:
+                    values = np.full(len(self.graph.costs[other]), np.inf)
+                    values[labels[other]] = 0.0
+                    costs += edge.passed(values, back=side == 0)
+                else:
+                    costs += edge.passed(-self.sent[number][1 - side], back=side == 0)
+            labels[v] = int(costs.argmin())
+            known.add(v)
+        return labels

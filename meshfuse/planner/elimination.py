@@ -1,0 +1,116 @@
+"""Exact minimisation of a cost graph by eliminating one variable after another.
+
+Bucket elimination (Dechter 1999), also known as nonserial dynamic programming (Bertelè and Brioschi 1972): the costs
+that mention a variable are added to one table over it and its neighbours, and its least costs, with the label that
+attains them, stand for it from then on. The work is in the largest table: small where the graph is nearly a tree, as
+models' are.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .cost_graph import CostGraph, Costs
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A label for every variable, and what that costs."""
+
+    labels: tuple[int, ...]
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One elimination: the variable, and the variables that its table has as well."""
+
+    variable: int
+    scope: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """In which order variables are eliminated; `cells` is the size of the largest table."""
+
+    steps: tuple[Step, ...]
+    cells: int
+
+
+def elimination_order(sizes: Sequence[int], sides: Iterable[tuple[int, int]]) -> Order:
+    """Always the variable whose table is smallest, of equal ones the one with fewest neighbours, then the first."""
+    near = [set[int]() for _ in sizes]
+    for a, b in sides:
+        near[a].add(b)
+        near[b].add(a)
+    queue = [(*_table(sizes, near, v), v) for v in range(len(sizes))]
+    heapq.heapify(queue)
+    steps, cells, done = list[Step](), 1, [False] * len(sizes)
+    while queue:
+        *size, v = heapq.heappop(queue)
+        if done[v] or tuple(size) != _table(sizes, near, v):
+            continue
+        done[v], cells = True, max(cells, size[0])
+        steps.append(Step(v, tuple(sorted(near[v]))))
+        for other in near[v]:
+            near[other] |= near[v]
+            near[other] -= {other, v}
+        for other in near[v]:
+            heapq.heappush(queue, (*_table(sizes, near, other), other))
+    return Order(tuple(steps), cells)
+
+
+def _table(sizes: Sequence[int], near: Sequence[set[int]], variable: int) -> tuple[int, int]:
+    cells = sizes[variable]
+    for other in near[variable]:
+        cells *= sizes[other]
+    return cells, len(near[variable])
+
+
+def eliminate(graph: CostGraph, order: Order) -> Assignment:
+    """The assignment that costs least; of equal ones that of the first labels, in the order of elimination."""
+    place = {step.variable: n for n, step in enumerate(order.steps)}
+    buckets = _Buckets(graph, place)
+    chosen = list[tuple[Step, np.ndarray]]()
+    total = 0.0
+    for step in order.steps:
+        table = buckets.table(step)
+        chosen.append((step, table.argmin(0)))
+        least = table.min(0)
+        if step.scope:
+            buckets.add(step.scope, least)
+        else:
+            total += float(least)
+    labels = [0] * len(graph.costs)
+    for step, best in reversed(chosen):
+        labels[step.variable] = int(best[tuple(labels[v] for v in step.scope)])
+    return Assignment(tuple(labels), total)
+
+
+class _Buckets:
+    """The tables that are still to be added up, each with the first of its variables to be eliminated."""
+
+    def __init__(self, graph: CostGraph, place: dict[int, int]):
+        self.sizes, self.place = graph.sizes(), place
+        self.held: dict[int, list[tuple[tuple[int, ...], Costs]]] = {}
+        for v, costs in enumerate(graph.costs):
+            self.add((v,), costs)
+        for edge in graph.edges:
+            self.add(edge.sides, edge.table())
+
+    def add(self, scope: tuple[int, ...], table: Costs) -> None:
+        self.held.setdefault(min(scope, key=self.place.__getitem__), []).append((scope, table))
+
+    def table(self, step: Step) -> Costs:
+        """All that mentions a variable, over it and then its scope."""
+        axes = (step.variable, *step.scope)
+        out = np.zeros([self.sizes[v] for v in axes])
+        for scope, table in self.held.pop(step.variable):
+            ordered = sorted(range(len(scope)), key=lambda k: axes.index(scope[k]))
+            shape = [self.sizes[v] if v in scope else 1 for v in axes]
+            out += table.transpose(ordered).reshape(shape)
+        return out

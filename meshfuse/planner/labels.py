@@ -1,0 +1,140 @@
+"""The labels of an op: the placements that its factor rule allows on the whole axes of a mesh, and what they cost."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+from ..costs import computation
+from ..mesh import DeviceMesh
+from ..ops.opdef import Call, Partial
+from ..ops.rules import FactorKind, Rule
+from ..placement.factors import NO_CARRY, Carry, Layouts, Placement, passes, placed, representable
+from ..placement.options import EARLIER, work
+from ..placement.options import _shared as shared_blocks
+from ..reshard.prices import price
+from ..reshard.steps import Reordering, Window
+from ..reshard.windows import window_of, window_step
+from ..sharding import layout as lay
+from ..sharding.layout import WHOLE, Layout, Split
+from ..sharding.value import Sharding, canonical_partial
+from .reshard_costs import Atoms
+
+_CARRIED = -1
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def axis_labels(
+    call: Call, rule: Rule, mesh: DeviceMesh, atoms: Atoms, strided: tuple[Layouts, ...] = ()
+) -> tuple[Placement, ...]:
+    """Every way to put each axis on one factor, on none, or under the terms of operands that the op carries.
+
+    `strided` are layouts in which some factors have axes inside their blocks, as annotations ask for: each is a start
+    to which the other axes are added.
+    """
+    starts = [(WHOLE,) * len(rule.factors), *strided]
+    return distinct(itertools.chain.from_iterable(_enumerated(call, rule, mesh, atoms, start) for start in starts))
+
+
+def distinct(placements: Iterable[Placement]) -> tuple[Placement, ...]:
+    """Of placements with the same operands and results the first."""
+    found: dict[tuple[object, ...], Placement] = {}
+    for placement in placements:
+        found.setdefault((placement.operands, placement.results, placement.carry.operands, placement.step), placement)
+    return tuple(found.values())
+
+
+def _enumerated(call: Call, rule: Rule, mesh: DeviceMesh, atoms: Atoms, start: Layouts) -> Iterator[Placement]:
+    used = {split.axis for layout in start for split in layout if split.bound}
+    axes, carried = [axis for axis in atoms if axis.axis not in used], carried_operands(call, rule)
+    free = [f for f, factor in enumerate(rule.factors) if factor.kind is not FactorKind.BLOCK]
+    places = [None, *free, *([_CARRIED] if carried else [])]
+    for at in itertools.product(places, repeat=len(axes)):
+        terms = canonical_partial([axis for axis, place in zip(axes, at, strict=True) if place == _CARRIED])
+        carries = [Carry(terms, reduce, operands) for operands, reduce in carried] if terms else [NO_CARRY]
+        for layouts in _layouts(rule, start, axes, at):
+            found = (placed(call, rule, mesh, layouts, carry) for carry in carries)
+            yield from (placement for placement in found if placement is not None)
+
+
+def _layouts(rule: Rule, start: Layouts, axes: Sequence[Split], at: Sequence[int | None]) -> Iterator[Layouts]:
+    """The factors' layouts; none where an axis cuts a factor unevenly, or where no merged dim can show them.
+
+    Of an axis in parts the minor ones alone may lie in blocks, or as gathering the major ones leaves them: in strides.
+    """
+    for strides in (False, True) if _has_gaps(axes, at) else (False,):
+        out = list(start)
+        for n, (axis, place) in enumerate(zip(axes, at, strict=True)):
+            if place is not None and place != _CARRIED:
+                gap = _gap(axes, at, n) if strides else 1
+                added = (Split(gap), axis) if gap > 1 else (axis,)
+                out[place] = (*out[place], *added)
+        pairs = [*zip(out, (factor.size for factor in rule.factors), strict=True)]
+        layouts = tuple([lay.canonical(layout, n) if layout else layout for layout, n in pairs])
+        even = all(not n % lay.extent(layout) for layout, n in pairs)
+        if even and representable(rule, layouts) == layouts:
+            yield layouts
+
+
+def _has_gaps(axes: Sequence[Split], at: Sequence[int | None]) -> bool:
+    return any(_gap(axes, at, n) > 1 for n, place in enumerate(at) if place is not None and place != _CARRIED)
+
+
+def _gap(axes: Sequence[Split], at: Sequence[int | None], n: int) -> int:
+    """How many blocks the more major parts of an axis, just before this one, would cut the factor into."""
+    gap = 1
+    for m in reversed(range(n)):
+        if axes[m].axis != axes[n].axis or at[m] == at[n]:
+            break
+        gap *= axes[m].size or 1
+    return gap
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def carried_operands(call: Call, rule: Rule) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """The sets of operands whose terms the op carries to its results, and the reduction."""
+    count = len(call.types)
+    if call.op.partial is Partial.NONE or not count:
+        return ()
+    sets = dict.fromkeys([*((i,) for i in range(count)), tuple(range(count)), tuple(range(1, count))])
+    reduce = call.op.partial.reduce
+    return tuple((operands, reduce) for operands in sets if operands and passes(call, rule, operands, reduce))
+
+
+def own_seconds(call: Call, placement: Placement) -> float:
+    """Seconds of one rank's computation, with what terms that may overflow are worth (`EARLIER`)."""
+    risk = EARLIER if placement.carry.axes and call.op.partial.scales else 0.0
+    return computation(work(call, placement), placement.results[0].mesh.flops) + risk
+
+
+def is_strided(layout: Layout) -> bool:
+    """Whether an axis lies inside a dim's blocks."""
+    return any(not split.bound for split in layout)
+
+
+def window_labels(
+    call: Call, rule: Rule, mesh: DeviceMesh, sources: Iterable[Sharding], asked: Sequence[Sharding]
+) -> Iterator[tuple[Placement, float]]:
+    """Placements in which a move of exact pieces does the op's work, with their seconds.
+
+    For an op that takes a window of a dim that is sharded, or reorders its blocks.
+    """
+    window = window_of(call)
+    if window is None:
+        return
+    ttype, made = call.types[0], call.results[0]
+    for source in sources:
+        if not source.partial and any(layout and window.changes(d) for d, layout in enumerate(source.dims)):
+            for target in _window_targets(source, window, asked):
+                step = window_step(source, target, window)
+                seconds = price(step, ttype.shape, ttype.dtype.itemsize).seconds
+                seconds += computation(target.max_local_numel(made.shape), mesh.flops)
+                yield Placement((WHOLE,) * len(rule.factors), (source,), (target,), step=step), seconds
+
+
+def _window_targets(source: Sharding, window: Window | Reordering, asked: Sequence[Sharding]) -> list[Sharding]:
+    shape = window.target_shape
+    dims = [lay.axes(d) if m != n else d for d, n, m in zip(source.dims, window.source_shape, shape, strict=True)]
+    shared = [shared_blocks(source, window)] if isinstance(window, Window) else []
+    return list(dict.fromkeys([Sharding.make(source.mesh, dims, shape), *filter(None, shared), *asked]))

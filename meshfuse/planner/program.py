@@ -1,0 +1,300 @@
+"""A program as a cost graph: a variable for every op, and one for every tensor whose readers may share a copy.
+
+An op's labels are its placements. Those of a tensor with several readers are (where it is made, a copy that is made of
+it once, or none). Every reader takes it from the one that is cheaper for it: a reshard is paid once however many read
+its result. An annotated tensor has its annotation for the copy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..graph import Graph, Node
+from ..mesh import DeviceMesh
+from ..ops.values import TensorType
+from ..placement.factors import Placement
+from ..sharding import layout as lay
+from ..sharding.value import Sharding
+from .cost_graph import Between, Classes, CostGraph, Costs, Digits, FromEither, Same
+from .labels import axis_labels, own_seconds, window_labels
+from .prices import Pair, Prices, Shardings
+from .strided import StridedLayouts
+
+# Seconds that a copy costs at least: one that costs no more is made by slices, which need no sharing.
+_FREE = 2e-13
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """The placements of an op, and the seconds of its own work in each."""
+
+    placements: tuple[Placement, ...]
+    seconds: np.ndarray
+
+    def results(self, place: int) -> tuple[Shardings, Classes]:
+        """The different shardings of a result, and which one each label makes."""
+        return _classes([p.results[place] for p in self.placements])
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """The sets of shardings in which a reader may need a tensor (several where it reads it twice), by label."""
+
+    sets: tuple[Shardings, ...]
+    classes: Classes
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A tensor's variable: label number n is (made[n // len(copies)], copies[n % len(copies)])."""
+
+    variable: int
+    made: Shardings
+    copies: tuple[Sharding | None, ...]
+
+    def label(self, number: int) -> tuple[Sharding, ...]:
+        """Where the tensor is made, and its copy, if it has one."""
+        row, column = divmod(number, len(self.copies))
+        copy = self.copies[column]
+        return (self.made[row],) if copy is None else (self.made[row], copy)
+
+
+def _classes(shardings: Sequence[Sharding]) -> tuple[Shardings, Classes]:
+    numbers = {s: n for n, s in enumerate(dict.fromkeys(shardings))}
+    return tuple(numbers), Classes(np.array([numbers[s] for s in shardings]), len(numbers))
+
+
+@dataclass(slots=True)
+class Program:
+    """The cost graph of a program on one mesh, at given prices."""
+
+    graph: Graph
+    mesh: DeviceMesh
+    prices: Prices
+    labels: list[Labels] = field(default_factory=list)
+    costs: CostGraph = field(default_factory=CostGraph)
+    inputs: dict[int, Sharding] = field(default_factory=dict)
+    makers: dict[int, tuple[int, int]] = field(default_factory=dict)  # by tensor its op, and which result it is
+    readers: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # by tensor and op, at which operands
+    variables: dict[int, int] = field(default_factory=dict)  # of ops
+    shared: dict[int, Shared] = field(default_factory=dict)
+    limit: float = 0.0
+
+    def __post_init__(self) -> None:
+        graph = self.graph
+        self.inputs = {i: graph.annotations.get(i) or self._whole(i) for i in graph.input_tensors}
+        for node in graph.nodes:
+            self.makers |= {i: (node.id, place) for place, i in enumerate(node.outputs)}
+            for place, i in enumerate(node.inputs):
+                self.readers.setdefault(i, {}).setdefault(node.id, []).append(place)
+        self.labels = all_labels(graph, self.mesh, self.prices, self.inputs)
+
+    def _whole(self, tensor: int) -> Sharding:
+        return Sharding.replicated(self.mesh, len(self.graph.shape(tensor)))
+
+    def ttype(self, tensor: int) -> TensorType:
+        """The type of a tensor."""
+        return self.graph.tensors[tensor].type
+
+    def build(self) -> None:
+        """Make the cost graph anew, at the prices of now. Variables are in program order: messages go along it."""
+        self.costs, self.variables, self.shared = CostGraph(), {}, {}
+        self.limit = 2 * self._replicated()
+        reserved = {i: self._reserved(i) for i in self.inputs}
+        for node in self.graph.nodes:
+            self.variables[node.id] = self.costs.add_variable(self.labels[node.id].seconds)
+            reserved |= {i: self._reserved(i) for i in node.outputs}
+        for i, variable in reserved.items():
+            self._add_tensor(i, variable)
+
+    def _reserved(self, tensor: int) -> int | None:
+        """A variable for a tensor that has several readers, its place as an output or an annotation among them."""
+        readers = len(self.readers.get(tensor, ()))
+        more = tensor in self.makers and (tensor in self.graph.outputs or tensor in self.graph.annotations)
+        return self.costs.add_variable([0.0]) if readers and readers + more > 1 else None
+
+    def _replicated(self) -> float:
+        """Seconds of the plan in which every rank computes everything: no part of the best one takes as long."""
+        ends = [*((s, self._whole(i), i) for i, s in self.inputs.items()),
+                *((self._whole(i), s, i) for i, s in self.graph.annotations.items())]  # fmt: skip
+        moves = sum([self.prices.seconds(a, b, self.ttype(i)) for a, b, i in ends])
+        return moves + sum([float(labels.seconds[0]) for labels in self.labels]) + 1e-9
+
+    # prices -----------------------------------------------------------------------------------------------------
+
+    def _table(self, sources: Shardings, targets: Shardings, tensor: int) -> Costs:
+        return np.minimum(self.prices.table(sources, targets, self.ttype(tensor)), self.limit)
+
+    def _needs(self, tensor: int, node: int) -> Needs:
+        places = self.readers[tensor][node]
+        sets = [tuple(dict.fromkeys([p.operands[place] for place in places])) for p in self.labels[node].placements]
+        numbers = {need: n for n, need in enumerate(dict.fromkeys(sets))}
+        return Needs(tuple(numbers), Classes(np.array([numbers[need] for need in sets]), len(numbers)))
+
+    def _read(self, have: Shardings, needs: Needs, tensor: int) -> Costs:
+        """[have, needs]: bringing a tensor to where a reader needs it."""
+        each = tuple(dict.fromkeys(s for need in needs.sets for s in need))
+        table = self._table(have, each, tensor)
+        if all(len(need) == 1 for need in needs.sets):
+            return table
+        at = {s: n for n, s in enumerate(each)}
+        return np.stack([table[:, [at[s] for s in need]].sum(1) for need in needs.sets], 1)
+
+    def end(self, tensor: int, made: Sharding) -> Sharding:
+        """Where an output that nobody places is left: a sum is scattered over a dim that divides, or else reduced."""
+        if not made.partial:
+            return made
+        scattered = [_scattered(made, d, n) for d, n in enumerate(self.graph.shape(tensor))]
+        ends = [*(s for s in scattered if s is not None), made.reduced()]
+        return min(ends, key=lambda end: self.prices.seconds(made, end, self.ttype(tensor)))
+
+    def _end_costs(self, tensor: int, have: Shardings) -> np.ndarray:
+        """Seconds from where a tensor is made to its annotation; to where it is left, if it is an output."""
+        note = self.graph.annotations.get(tensor)
+        if note is not None:
+            return self._table(have, (note,), tensor)[:, 0]
+        if tensor not in self.graph.outputs:
+            return np.zeros(len(have))
+        return np.array([self.prices.seconds(s, self.end(tensor, s), self.ttype(tensor)) for s in have])
+
+    # tensors ----------------------------------------------------------------------------------------------------
+
+    def _add_tensor(self, tensor: int, variable: int | None) -> None:
+        made: Classes | None = None
+        if tensor in self.makers:
+            node, place = self.makers[tensor]
+            have, made = self.labels[node].results(place)
+        else:
+            have = (self.inputs[tensor],)
+        if variable is not None:
+            self._share(tensor, variable, have, made)
+        elif not self.readers.get(tensor):
+            if made is not None:
+                self.costs.add_costs(self.variables[self.makers[tensor][0]], self._end_costs(tensor, have)[made.of])
+        else:
+            self._pass(tensor, have, made)
+
+    def _pass(self, tensor: int, have: Shardings, made: Classes | None) -> None:
+        """A tensor with one reader."""
+        (reader,) = self.readers[tensor]
+        needs = self._needs(tensor, reader)
+        table = self._read(have, needs, tensor)
+        if made is None:
+            self.costs.add_costs(self.variables[reader], table[0][needs.classes.of])
+        else:
+            sides = self.variables[self.makers[tensor][0]], self.variables[reader]
+            self.costs.edges.append(Between(sides, table, made, needs.classes))
+
+    def _share(self, tensor: int, variable: int, have: Shardings, made: Classes | None) -> None:
+        """A tensor whose readers may share a copy."""
+        needs = {node: self._needs(tensor, node) for node in self.readers[tensor]}
+        note = self.graph.annotations.get(tensor) if made is not None else None
+        copies = (note,) if note is not None else self._copies(tensor, needs)
+        shared = self.shared[tensor] = Shared(variable, have, (*copies, None))
+        costs = self._copy_costs(tensor, have, copies, note is not None)
+        rows, columns = (Digits((len(have), len(shared.copies)), axis) for axis in (0, 1))
+        self.costs.costs[variable] = costs.ravel()
+        for node, need in needs.items():
+            self.costs.edges.append(self._either(tensor, self.variables[node], shared, need, (rows, columns)))
+        if made is not None:
+            maker = self.variables[self.makers[tensor][0]]
+            self.costs.edges.append(Same((maker, variable), made, rows, self.limit))
+
+    def _copies(self, tensor: int, needs: dict[int, Needs]) -> Shardings:
+        """The shardings that more than one reader may need."""
+        counts = Counter(s for need in needs.values() for s in dict.fromkeys(s for found in need.sets for s in found))
+        wanted = 1 if tensor in self.graph.outputs and tensor in self.makers else 2
+        return tuple(s for s, n in counts.items() if n >= wanted)
+
+    def _copy_costs(self, tensor: int, have: Shardings, copies: Shardings, must: bool) -> Costs:
+        """[have, copies and none]: making the copy, and leaving an output. With `must`, none only for a free copy."""
+        to_copy = self._table(have, copies, tensor) if copies else np.zeros((len(have), 0))
+        without = np.where(to_copy[:, :1] <= _FREE, 0.0, self.limit) if must else np.zeros((len(have), 1))
+        costs = np.concatenate([np.where(to_copy > _FREE, to_copy, self.limit), without], 1)
+        if tensor in self.graph.outputs and tensor in self.makers and not must:
+            unreduced = np.array([copy.partial != () for copy in copies] + [True])
+            costs += np.where(unreduced, self._end_costs(tensor, have)[:, None], 0.0)
+        return costs
+
+    def _either(
+        self, tensor: int, reader: int, shared: Shared, needs: Needs, sources: tuple[Digits, Digits]
+    ) -> FromEither:
+        copies = tuple([copy for copy in shared.copies if copy is not None])
+        none = np.full((1, len(needs.sets)), 2 * self.limit)
+        from_copy = np.concatenate([self._read(copies, needs, tensor), none]) if copies else none
+        tables = self._read(shared.made, needs, tensor), from_copy
+        return FromEither((shared.variable, reader), tables, sources, needs.classes)
+
+    # answers ----------------------------------------------------------------------------------------------------
+
+    def placement(self, node: int, chosen: Sequence[int]) -> Placement:
+        """The placement of an op in an assignment."""
+        return self.labels[node].placements[chosen[self.variables[node]]]
+
+    def there(self, tensor: int, chosen: Sequence[int]) -> tuple[Sharding, ...]:
+        """Where a tensor is in an assignment: where it is made, and its copy."""
+        shared = self.shared.get(tensor)
+        if shared is not None:
+            return shared.label(chosen[shared.variable])
+        if tensor in self.inputs:
+            return (self.inputs[tensor],)
+        node, place = self.makers[tensor]
+        return (self.placement(node, chosen).results[place],)
+
+    def left(self, tensor: int, chosen: Sequence[int]) -> Sharding:
+        """Where a free output is left: where it is made, or at its copy if that is reduced, or where a sum ends."""
+        made, *copy = self.there(tensor, chosen)
+        reduced = bool(made.partial and copy and not copy[0].partial)
+        return copy[0] if reduced else self.end(tensor, made)
+
+    def used(self, chosen: Sequence[int]) -> set[Pair]:
+        """The pairs whose prices an assignment depends on."""
+        found = {pair for tensor in (*self.inputs, *self.makers) for pair in self._used(tensor, chosen)}
+        return {pair for pair in found if pair[0] is not pair[1]}
+
+    def _used(self, tensor: int, chosen: Sequence[int]) -> list[Pair]:
+        there, ttype = self.there(tensor, chosen), self.ttype(tensor)
+        needs = [self.placement(node, chosen).operands[place]
+                 for node, places in self.readers.get(tensor, {}).items() for place in places]  # fmt: skip
+        if tensor in self.makers and tensor in self.graph.annotations:
+            needs.append(self.graph.annotations[tensor])
+        elif tensor in self.makers and tensor in self.graph.outputs:
+            needs.append(self.left(tensor, chosen))
+        return [*((have, need, ttype) for have in there for need in needs), *((there[0], s, ttype) for s in there[1:])]
+
+
+def _scattered(made: Sharding, dim: int, n: int) -> Sharding | None:
+    """A sum scattered over a dim; None where that does not divide."""
+    layout = (*made.dims[dim], *made.partial)
+    if n % lay.extent(layout):
+        return None
+    return made.reduced().with_dims([lay.canonical(layout, n) if d == dim else o for d, o in enumerate(made.dims)])
+
+
+def all_labels(graph: Graph, mesh: DeviceMesh, prices: Prices, inputs: dict[int, Sharding]) -> list[Labels]:
+    """The labels of every op."""
+    strided, out = StridedLayouts.of(graph), list[Labels]()
+    made = {i: {s: None} for i, s in inputs.items()}
+    for node in graph.nodes:
+        placements = axis_labels(node.call, node.rule, mesh, prices.atoms, strided.of_op(node))
+        found = [(p, own_seconds(node.call, p)) for p in placements]
+        if node.call.op.window is not None:
+            found += _window_labels(graph, node, mesh, made[node.inputs[0]], strided)
+        out.append(Labels(tuple([p for p, _ in found]), np.array([seconds for _, seconds in found])))
+        for place, i in enumerate(node.outputs):
+            results = [p.results[place] for p, _ in found] + [*filter(None, [graph.annotations.get(i)])]
+            made[i] = dict.fromkeys([*results, *(s.reduced() for s in results)])
+    return out
+
+
+def _window_labels(
+    graph: Graph, node: Node, mesh: DeviceMesh, sources: dict[Sharding, None], strided: StridedLayouts
+) -> list[tuple[Placement, float]]:
+    """Labels in which a move does the work of a slice, a pad or another order of blocks."""
+    (made,) = node.outputs
+    asked = [Sharding(mesh, dims) for dims in strided.of_tensor(made)] + [*filter(None, [graph.annotations.get(made)])]
+    return list(window_labels(node.call, node.rule, mesh, sources, asked))

@@ -1,0 +1,276 @@
+"""What all reshards between two sets of shardings cost, in closed form: a few array operations for each mesh axis.
+
+A reshard over whole axes slices first, as that is free and makes all else smaller; then come reduce-scatters, then
+all-to-alls, then an all-reduce, and gathers last, each on what a rank then has. Faster links are used first where a
+step makes the tensor smaller, and last where it makes it larger. An all-reduce may also be a reduce-scatter whose
+gather comes last, and axes on which the tensor is replicated may share the work: sliced first, gathered last. The path
+search (`reshard.search`) has more moves; the planner asks it for the prices of the pairs in its answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..costs import Form, all_gather_forms, all_reduce_forms, all_to_all_forms, reduce_scatter_forms
+from ..mesh import DeviceMesh
+from ..ops.values import TensorType
+from ..reshard.prices import EXCHANGE_SECONDS, SLICE_SECONDS, STEP_SECONDS, link_over
+from ..reshard.search import plan
+from ..sharding.layout import Split
+from ..sharding.value import Sharding
+from .cost_graph import Costs
+
+_Forms = Callable[[int], tuple[Form, ...]]
+# Where an axis may be: on a dim (its number), on none, or holding terms of a reduction.
+_NOWHERE, _PARTIAL = -1, -2
+
+
+Atoms = tuple[Split, ...]
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def whole_axes(mesh: DeviceMesh) -> Atoms:
+    """The axes of more than one rank."""
+    return tuple([Split(n, name) for n, name in zip(mesh.shape, mesh.names, strict=True) if n > 1])
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _places(sharding: Sharding, atoms: Atoms) -> tuple[tuple[int, int], ...] | None:
+    """For every atom where it is, and how many blocks of the dim are more major; None for splits of other parts."""
+    at: dict[Split | None, tuple[int, int]] = dict.fromkeys(atoms, (_NOWHERE, 1))
+    for dim, layout in enumerate(sharding.dims):
+        above = 1
+        for split in layout:
+            for atom in _cut(split, atoms) if split.bound else ():
+                if atom is None:
+                    return None
+                at[atom] = (dim, above * (atom.pre // split.pre))
+            above *= split.size or 1
+    for split in sharding.partial:
+        for atom in _cut(split, atoms):
+            if atom is None:
+                return None
+            at[atom] = (_PARTIAL, 1)
+    return tuple(at.values())
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _cut(split: Split, atoms: Atoms) -> tuple[Split | None, ...]:
+    """The atoms that a split is made of, major to minor; (None,) where there are none."""
+    end = split.pre * (split.size or 1)
+    parts = [a for a in atoms if a.axis == split.axis and split.pre <= a.pre < end]
+    fits = bool(parts) and parts[0].pre == split.pre and math.prod([a.size or 1 for a in parts]) == split.size
+    return tuple(parts) if fits else (None,)
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """Shardings of one tensor: `places` and `above` [shardings, atoms], a rank's bytes [shardings]."""
+
+    places: np.ndarray
+    above: np.ndarray
+    nbytes: np.ndarray
+    reductions: np.ndarray
+
+
+def _side(shardings: Sequence[Sharding], ttype: TensorType, atoms: Atoms) -> _Side:
+    places = np.array([_places(s, atoms) for s in shardings], dtype=np.int64).reshape(len(shardings), len(atoms), 2)
+    nbytes = np.array([s.max_local_numel(ttype.shape) * float(ttype.dtype.itemsize) for s in shardings])
+    return _Side(places[..., 0], places[..., 1], nbytes, np.array([s.reduce for s in shardings]))
+
+
+def reshard_costs(sources: Sequence[Sharding], targets: Sequence[Sharding], ttype: TensorType, atoms: Atoms) -> Costs:
+    """Modelled seconds from every source to every target, of one mesh; inf where there is no way.
+
+    `atoms` are the axes, or the parts of axes that shardings are made of.
+    """
+    out = np.empty((len(sources), len(targets)))
+    known = [[n for n, s in enumerate(side) if _places(s, atoms) is not None] for side in (sources, targets)]
+    if all(known):
+        sides = [
+            _side([side[n] for n in there], ttype, atoms) for side, there in zip((sources, targets), known, strict=True)
+        ]
+        out[np.ix_(*known)] = _between(sides[0], sides[1], sources[0].mesh, atoms)
+    for n, m in _unknown_pairs(known, out.shape):
+        out[n, m] = exact_seconds(sources[n], targets[m], ttype)
+    return out
+
+
+def _unknown_pairs(known: Sequence[Sequence[int]], shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    rows, columns = (frozenset(there) for there in known)
+    if len(rows) < shape[0] or len(columns) < shape[1]:
+        for n, m in itertools.product(range(shape[0]), range(shape[1])):
+            if n not in rows or m not in columns:
+                yield n, m
+
+
+def exact_seconds(source: Sharding, target: Sharding, ttype: TensorType) -> float:
+    """Modelled seconds of the cheapest path; inf where there is none."""
+    if source is target:
+        return 0.0
+    path = plan(source, target, ttype.shape, ttype.dtype.itemsize)
+    return math.inf if path is None else path.seconds
+
+
+# What becomes of an axis in a reshard; the numbers are digits of a code.
+_STAYS, _IDLE, _SLICED, _LATE, _SCATTERED, _MOVED, _DISPLACED, _REDUCED, _GATHERED, _KINDS = range(10)
+
+
+def _between(sources: _Side, targets: _Side, mesh: DeviceMesh, atoms: Atoms) -> Costs:
+    """Pairs in which the same becomes of all axes, at the same sizes, cost the same: each case is priced once."""
+    kinds, impossible = _kinds(sources, targets, atoms)
+    code = np.zeros(impossible.shape, dtype=np.int64)
+    for kind in kinds:
+        code = code * _KINDS + kind
+    sizes = [np.unique(side.nbytes, return_inverse=True) for side in (sources, targets)]
+    (before, rows), (after, columns) = sizes
+    code = (code * len(before) + rows[:, None]) * len(after) + columns[None, :]
+    cases, which = np.unique(code, return_inverse=True)
+    digits = cases // (len(before) * len(after))
+    listed = np.stack([digits // _KINDS**n % _KINDS for n in reversed(range(len(atoms)))], -1)
+    change = _Change(listed, before[cases // len(after) % len(before)], after[cases % len(after)], mesh, atoms)
+    ways = [_Way(change, scattered, shared).seconds() for scattered, shared in change.ways()]
+    return np.where(impossible, np.inf, np.minimum.reduce(ways)[which.reshape(code.shape)])
+
+
+def _kinds(sources: _Side, targets: _Side, atoms: Atoms) -> tuple[list[np.ndarray], np.ndarray]:
+    """(by axis what becomes of it in each pair, whether the pair is impossible)."""
+    before = [sources.places[:, None, n] for n in range(len(atoms))]
+    after = [targets.places[None, :, n] for n in range(len(atoms))]
+    out = []
+    impossible = np.zeros((len(sources.nbytes), len(targets.nbytes)), dtype=bool)
+    for n, (old, new) in enumerate(zip(before, after, strict=True)):
+        same = old == new
+        kind = np.where(same & (old == _NOWHERE), _IDLE, np.full(same.shape, _STAYS))
+        kind[same & (old >= 0) & (sources.above[:, None, n] != targets.above[None, :, n])] = _DISPLACED
+        kind[(old == _NOWHERE) & (new >= 0)] = _SLICED
+        kind[(old == _PARTIAL) & (new >= 0)] = _SCATTERED
+        kind[(old >= 0) & (new >= 0) & ~same] = _MOVED
+        kind[(old == _PARTIAL) & (new == _NOWHERE)] = _REDUCED
+        kind[(old >= 0) & (new == _NOWHERE)] = _GATHERED
+        mixed = same & (old == _PARTIAL) & (sources.reductions[:, None] != targets.reductions[None, :])
+        impossible |= ((new == _PARTIAL) & ~same) | mixed
+        out.append(kind)
+    leaves = [(kind == _MOVED) | (kind == _GATHERED) for kind in out]
+    for n, m in itertools.permutations(range(len(atoms)), 2):
+        start, other = targets.above[None, :, n], sources.above[:, None, m]
+        overlaps = (start < other * (atoms[m].size or 1)) & (other < start * (atoms[n].size or 1))
+        out[n][(out[n] == _SLICED) & leaves[m] & overlaps & (after[n] == before[m])] = _LATE
+    return out, impossible
+
+
+class _Change:
+    """What becomes of every axis in some cases: [cases, axes] of booleans."""
+
+    def __init__(
+        self, kinds: np.ndarray, nbytes: np.ndarray, target_nbytes: np.ndarray, mesh: DeviceMesh, atoms: Atoms
+    ):
+        self.axes, self.mesh, self.nbytes, self.target_nbytes = atoms, mesh, nbytes, target_nbytes
+        self.idle, self.sliced, self.late = kinds == _IDLE, kinds == _SLICED, kinds == _LATE
+        self.scattered, self.moved, self.displaced = kinds == _SCATTERED, kinds == _MOVED, kinds == _DISPLACED
+        self.reduced, self.gathered = kinds == _REDUCED, kinds == _GATHERED
+        links = [link_over(mesh, (axis,)) for axis in self.axes]
+        self.fast_first = sorted(range(len(links)), key=lambda n: (-links[n].bandwidth, links[n].latency, n))
+
+    def ways(self) -> Iterator[tuple[bool, bool]]:
+        """Whether reductions are scattered until the end, and whether idle axes share the work; where that differs."""
+        for scattered in (False, True) if self.reduced.any() else (False,):
+            yield from ((scattered, shared) for shared in ((False, True) if self.idle.any() else (False,)))
+
+    def sets(self, changed: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+        """Sets of axes, and the pairs where just these are changed."""
+        bits = changed @ (1 << np.arange(len(self.axes)))
+        for code in np.unique(bits):
+            if code:
+                yield tuple(n for n in range(len(self.axes)) if code >> n & 1), bits == code
+
+    def form(self, forms: _Forms, axes: Sequence[int], nbytes: np.ndarray) -> np.ndarray:
+        """Seconds of a collective over axes for these sizes."""
+        splits = [self.axes[n] for n in axes]
+        link = link_over(self.mesh, splits)
+        ways = [form.steps * link.latency + form.share * nbytes / link.bandwidth
+                for form in forms(math.prod([split.size or 1 for split in splits]))]  # fmt: skip
+        return np.minimum.reduce(ways)
+
+
+def _exchange_forms(n: int) -> tuple[Form, ...]:
+    """Pieces of any sizes to all the others: of a tensor that is cut n ways otherwise all but an n-th."""
+    return (Form(n - 1, (n - 1) / n),)
+
+
+class _Way:
+    """One way to do all changes: what the steps so far cost for every pair, and the bytes that a rank then has."""
+
+    def __init__(self, change: _Change, scattered: bool, shared: bool):
+        self.change = change
+        self.nbytes = change.nbytes.copy()
+        self.total = np.zeros(self.nbytes.shape)
+        busy = (change.scattered | change.moved | change.displaced | change.reduced).any(-1, keepdims=True)
+        self.sliced = change.sliced | (change.idle & busy) if shared else change.sliced
+        self.scattered = change.scattered | change.reduced if scattered else change.scattered
+        self.reduced = np.zeros_like(change.reduced) if scattered else change.reduced
+        last = [change.gathered]
+        self.gathered = np.logical_or.reduce(
+            [*last, *([change.reduced] if scattered else []), *([change.idle & busy] if shared else [])]
+        )
+
+    def seconds(self) -> Costs:
+        self._slice()
+        self._reduce_scatter()
+        at_once = self.total + self._at_once()
+        self._exchange()
+        self._all_reduce()
+        self._gather()
+        self.total += self.change.late.sum(-1) * SLICE_SECONDS
+        return np.minimum(self.total, at_once)
+
+    def _at_once(self) -> np.ndarray:
+        """Seconds of one exchange for all that is left to do, where nothing is left to reduce."""
+        change, out = self.change, np.full(self.total.shape, np.inf)
+        left = change.moved | change.displaced | change.gathered
+        for axes, where in change.sets(left):
+            where = where & ~self.reduced.any(-1) & (self.gathered == change.gathered).all(-1)
+            out[where] = change.form(_exchange_forms, axes, change.target_nbytes[where]) + EXCHANGE_SECONDS
+        return out
+
+    def _slice(self) -> None:
+        for n, axis in enumerate(self.change.axes):
+            where = self.sliced[..., n]
+            self.nbytes[where] /= axis.size or 1
+            self.total[where] += SLICE_SECONDS
+
+    def _reduce_scatter(self) -> None:
+        for n in self.change.fast_first:
+            where = self.scattered[..., n]
+            self._add(where, reduce_scatter_forms, (n,))
+            self.nbytes[where] /= self.change.axes[n].size or 1
+
+    def _exchange(self) -> None:
+        """All-to-alls one after another, or all pieces at once: so, too, where a dim's blocks change places."""
+        change = self.change
+        apart = change.displaced.any(-1)
+        for axes, where in change.sets(change.moved | change.displaced):
+            nbytes = self.nbytes[where]
+            one = change.form(_exchange_forms, axes, nbytes) + EXCHANGE_SECONDS
+            each = sum([change.form(all_to_all_forms, (n,), nbytes) + STEP_SECONDS for n in axes])
+            self.total[where] += np.where(apart[where], one, np.minimum(one, each))
+
+    def _all_reduce(self) -> None:
+        """Over all axes at once."""
+        for axes, where in self.change.sets(self.reduced):
+            self._add(where, all_reduce_forms, axes)
+
+    def _gather(self) -> None:
+        for n in reversed(self.change.fast_first):
+            where = self.gathered[..., n]
+            self.nbytes[where] *= self.change.axes[n].size or 1
+            self._add(where, all_gather_forms, (n,))
+
+    def _add(self, where: np.ndarray, forms: _Forms, axes: Sequence[int]) -> None:
+        self.total[where] += self.change.form(forms, axes, self.nbytes[where]) + STEP_SECONDS

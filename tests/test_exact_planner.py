@@ -1,0 +1,182 @@
+"""The exact planner: its solver against all assignments, its prices against the path search, its plans against all.
+
+It stands beside the planner that programs are planned by, until it can do all that that one can.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshfuse as mf
+from meshfuse.compiler import _graph
+from meshfuse.graph import Graph
+from meshfuse.ops.values import TensorType
+from meshfuse.planner.cost_graph import Between, Classes, CostGraph, FromEither, Same
+from meshfuse.planner.dual_ascent import solve
+from meshfuse.planner.optimum import _decoded, optimum, parts_of_axes
+from meshfuse.planner.plan_cost import plan_cost
+from meshfuse.planner.prices import Prices
+from meshfuse.planner.program import Program
+from meshfuse.planner.reshard_costs import exact_seconds, reshard_costs, whole_axes
+from meshfuse.propagation import ShardedDefinition
+from meshfuse.sharding.value import Sharding, canonical_partial
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt"
+sys.path.insert(0, str(EXAMPLE))
+import fused  # noqa: E402
+import model  # noqa: E402
+
+
+def drawn_graph(seed: int) -> CostGraph:
+    """Up to six variables of up to four labels, with edges of all kinds."""
+    draw, graph = np.random.default_rng(seed), CostGraph()
+    for _ in range(draw.integers(1, 7)):
+        graph.add_variable(draw.integers(0, 20, draw.integers(1, 5)))
+    sizes = graph.sizes()
+
+    def classes(variable: int, count: int) -> Classes:
+        return Classes(draw.integers(0, count, sizes[variable]), count)
+
+    def table(*shape: int) -> np.ndarray:
+        return draw.integers(0, 20, shape).astype(float)
+
+    for a, b in itertools.permutations(range(len(sizes)), 2):
+        kind = draw.integers(0, 8)
+        if kind < 2:
+            graph.edges.append(Between((a, b), table(3, 4), classes(a, 3), classes(b, 4)))
+        elif kind == 2:
+            graph.edges.append(Same((a, b), classes(a, 3), classes(b, 3), 50.0))
+        elif kind == 3:
+            sources = classes(a, 3), classes(a, 2)
+            graph.edges.append(FromEither((a, b), (table(3, 4), table(2, 4)), sources, classes(b, 4)))
+    return graph
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 10**6))
+def test_the_solver_finds_the_least_of_all_assignments(seed: int) -> None:
+    """With tables of any size allowed; with small ones its bound is one."""
+    graph = drawn_graph(seed)
+    least = min(graph.value(labels) for labels in itertools.product(*map(range, graph.sizes())))
+    found = solve(graph)
+    assert found.gap == 0 and found.assignment.value == pytest.approx(least)
+    assert graph.value(found.assignment.labels) == pytest.approx(least)
+    for cells in (2, 10):
+        bounded = solve(graph, cells)
+        assert bounded.bound <= least + 1e-9 and bounded.assignment.value >= least - 1e-9
+        assert graph.value(bounded.assignment.labels) == pytest.approx(bounded.assignment.value)
+
+
+MESHES = {
+    "one axis": (mf.DeviceMesh((4,), ("a",)), 1.0),
+    "two axes": (mf.DeviceMesh((2, 4), ("a", "b")), 0.9),
+    "hosts": (mf.DeviceMesh((2, 4), ("a", "b"), links="dgx-h100"), 0.8),
+    "three axes": (mf.DeviceMesh((2, 2, 2), ("a", "b", "c")), 0.8),
+}
+
+
+def every_sharding(mesh: mf.DeviceMesh, ndim: int) -> list[Sharding]:
+    """Each axis on one dim, on none, or over terms of a sum."""
+    axes, out = whole_axes(mesh), []
+    for places in itertools.product(range(-2, ndim), repeat=len(axes)):
+        at = [*zip(axes, places, strict=True)]
+        dims = [tuple(axis for axis, place in at if place == d) for d in range(ndim)]
+        terms = canonical_partial([axis for axis, place in at if place == -2])
+        out.append(Sharding(mesh, dims, terms, "sum" if terms else ""))
+    return out
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_closed_prices_are_those_of_the_path_search(name: str) -> None:
+    """Of all reshards that are possible, which are the same; of the others most, and none by far."""
+    mesh, share = MESHES[name]
+    found = every_sharding(mesh, 3)
+    shardings = random.Random(0).sample(found, min(len(found), 30))
+    ttype = TensorType((64, 1024, 512), mf.DataType.Float)
+    closed = reshard_costs(shardings, shardings, ttype, whole_axes(mesh))
+    exact = np.array([[exact_seconds(a, b, ttype) for b in shardings] for a in shardings])
+    np.testing.assert_array_equal(np.isfinite(closed), np.isfinite(exact))
+    ratios = (closed[np.isfinite(exact)] + 1e-9) / (exact[np.isfinite(exact)] + 1e-9)
+    assert np.mean(np.abs(ratios - 1) < 1e-2) >= share, np.mean(np.abs(ratios - 1) < 1e-2)
+    assert ratios.max() < 4 and ratios.min() > 0.5
+
+
+def test_axes_in_parts() -> None:
+    assert [str(part) for part in parts_of_axes(mf.DeviceMesh((2, 12), ("a", "b")))] == [
+        "a", "b", "b:(2)2", "b:(4)3",
+    ]  # fmt: skip
+    assert len(parts_of_axes(mf.DeviceMesh((64,), ("a",)))) == 1
+
+
+def small_programs() -> list[mf.FusionDefinition]:
+    """Two or three ops each, with inputs on an axis of two."""
+    mesh, out = mf.DeviceMesh((2,), ("tp",)), []
+
+    def program(build, *specs) -> None:
+        with mf.FusionDefinition() as fd:
+            tensors = [fd.define_tensor([8, 8]) for _ in specs]
+            fd.add_output(build(fd.ops, *tensors))
+            for tensor, spec in zip(tensors, specs, strict=True):
+                fd.mesh_split(tensor, mesh, spec)
+        out.append(fd)
+
+    rows, columns, whole = ["tp", None], [None, "tp"], [None, None]
+    for specs in itertools.product((rows, columns, whole), repeat=2):
+        program(lambda o, x, w: o.matmul(o.relu(x), w), *specs)
+        program(lambda o, x, w: o.sum(o.matmul(x, w), [0]), *specs)
+        program(lambda o, x, w: o.add(o.exp(o.matmul(x, w)), x), *specs)
+    return out
+
+
+def graph_of(fd: mf.FusionDefinition) -> Graph:
+    return _graph(fd, {i: tuple(fd.tensors[i].type.shape) for i in fd.input_tensors()}, {})
+
+
+def _seconds(sharded: ShardedDefinition) -> float:
+    return plan_cost(sharded).seconds
+
+
+def test_a_plan_is_the_best_of_all_plans() -> None:
+    """Each lowered, and its moves counted by what `insert_resharding` puts in."""
+    for fd in small_programs():
+        graph = graph_of(fd)
+        (mesh,) = {sharding.mesh for sharding in graph.annotations.values()}
+        best = optimum(graph, mesh)
+        assert best.certified.gap == 0
+        program = Program(graph, mesh, Prices(whole_axes(mesh)))
+        program.build()
+        ops = [program.variables[node.id] for node in graph.nodes]
+        rest = {v: [*range(n)] if v in ops else [int(program.costs.costs[v].argmin())]
+                for v, n in enumerate(program.costs.sizes())}  # fmt: skip
+        least = min(_seconds(_decoded(program, chosen)) for chosen in itertools.product(*rest.values())
+                    if _is_possible(program, chosen))  # fmt: skip
+        assert _seconds(best.sharded) <= least + 1e-11, (str(fd), best.sharded)
+
+
+def _is_possible(program: Program, chosen: tuple[int, ...]) -> bool:
+    """Whether no op needs terms that are not there, and what is shared is where its op makes it."""
+    pairs = program.used(chosen)
+    made = all(
+        program.shared[i].label(chosen[program.shared[i].variable])[0] in (program.placement(n, chosen).results[k],)
+        for i, (n, k) in program.makers.items() if i in program.shared
+    )  # fmt: skip
+    return made and all(program.prices.seconds(*pair) < np.inf for pair in pairs)
+
+
+def test_the_example_is_planned_as_well_as_by_the_search() -> None:
+    mesh = mf.DeviceMesh((4,), ("tp",), links="dgx-h100")
+    gpt = fused.define()
+    fused.annotate(gpt, mesh)
+    shapes = [(8, 128), (8, 128), *map(tuple, model.param_shapes(model.GPT).values())]
+    graph = _graph(gpt.fd, dict(zip(gpt.fd.input_tensors(), shapes, strict=True)), {})
+    best = optimum(graph, mesh)
+    assert best.certified.gap == 0
+    assert _seconds(best.sharded) <= _seconds(gpt.fd.compile(*shapes).planned) * (1 + 1e-6)
