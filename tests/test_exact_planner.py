@@ -137,8 +137,9 @@ def small_programs() -> list[mf.FusionDefinition]:
 
 
 def graph_of(fd: mf.FusionDefinition) -> Graph:
-    shapes = {i: tuple(fd.recording.tensors[i].type.shape) for i in fd.recording.input_tensors()}
-    return _graph(fd.recording, shapes, {})
+    return _graph(
+        fd.recording, {i: tuple(fd.recording.tensors[i].type.shape) for i in fd.recording.input_tensors()}, {}
+    )
 
 
 def _seconds(sharded: ShardedDefinition) -> float:
@@ -177,8 +178,7 @@ def test_the_example_is_planned_as_well_as_by_the_search() -> None:
     gpt = fused.define()
     fused.annotate(gpt, mesh)
     shapes = [(8, 128), (8, 128), *map(tuple, model.param_shapes(model.GPT).values())]
-    recording = gpt.fd.recording
-    graph = _graph(recording, dict(zip(recording.input_tensors(), shapes, strict=True)), {})
+    graph = _graph(gpt.fd.recording, dict(zip(gpt.fd.recording.input_tensors(), shapes, strict=True)), {})
     best = optimum(graph, mesh)
     assert best.certified.gap == 0
     assert _seconds(best.sharded) <= _seconds(gpt.fd.compile(*shapes).planned) * (1 + 1e-6)

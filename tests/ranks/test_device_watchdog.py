@@ -11,7 +11,7 @@ import pytest
 from rank_pool import START, run_bare
 
 from meshfuse.errors import RankError
-from meshfuse.runtime import device_watchdog as watch
+from meshfuse.runtime import device_watchdog
 from meshfuse.runtime.device_watchdog import DeviceWatchdog, Pending, is_watched, unwatched
 
 pytestmark = pytest.mark.ranks
@@ -69,8 +69,8 @@ def pending(is_done: Callable[[], bool] = lambda: False) -> Pending:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_PATIENCE", 0.0)
-    monkeypatch.setattr(watch, "_LOOK", 0.01)
+    monkeypatch.setattr(device_watchdog, "_PATIENCE", 0.0)
+    monkeypatch.setattr(device_watchdog, "_LOOK", 0.01)
 
 
 @pytest.mark.parametrize("late", ["done", "another", "neither"])
