@@ -101,7 +101,7 @@ def test_closed_prices_are_those_of_the_path_search(name: str) -> None:
     found = every_sharding(mesh, 3)
     shardings = random.Random(0).sample(found, min(len(found), 30))
     ttype = TensorType((64, 1024, 512), mf.DataType.Float)
-    closed = reshard_costs(shardings, shardings, ttype, whole_axes(mesh))
+    closed = reshard_costs(shardings, shardings, ttype)
     exact = np.array([[exact_seconds(a, b, ttype) for b in shardings] for a in shardings])
     np.testing.assert_array_equal(np.isfinite(closed), np.isfinite(exact))
     ratios = (closed[np.isfinite(exact)] + 1e-9) / (exact[np.isfinite(exact)] + 1e-9)
@@ -153,7 +153,7 @@ def test_a_plan_is_the_best_of_all_plans() -> None:
         (mesh,) = {sharding.mesh for sharding in graph.annotations.values()}
         best = optimum(graph, mesh)
         assert best.certified.gap == 0
-        program = Program(graph, mesh, Prices(whole_axes(mesh)))
+        program = Program(graph, (mesh,), Prices(whole_axes))
         program.build()
         ops = [program.variables[node.id] for node in graph.nodes]
         rest = {v: [*range(n)] if v in ops else [int(program.costs.costs[v].argmin())]

@@ -26,15 +26,26 @@ _CARRIED = -1
 
 @functools.lru_cache(maxsize=1 << 12)
 def axis_labels(
-    call: Call, rule: Rule, mesh: DeviceMesh, atoms: Atoms, strided: tuple[Layouts, ...] = ()
-) -> tuple[Placement, ...]:
+    call: Call, rule: Rule, mesh: DeviceMesh, atoms: Atoms,
+    special: tuple[Layouts, ...] = (), reductions: tuple[Layout, ...] = (),
+) -> tuple[Placement, ...]:  # fmt: skip
     """Every way to put each axis on one factor, on none, or under the terms of operands that the op carries.
 
-    `strided` are layouts in which some factors have axes inside their blocks, as annotations ask for: each is a start
-    to which the other axes are added.
+    special: layouts that some annotation asks for and that no axis on a factor gives (`special_layouts`). Each is a
+        start, to which the other axes are added.
+    reductions: the layouts that the user gave the factors that are reduced, in the rule's order; () where none.
     """
-    starts = [(WHOLE,) * len(rule.factors), *strided]
-    return distinct(itertools.chain.from_iterable(_enumerated(call, rule, mesh, atoms, start) for start in starts))
+    starts = [_with_reductions(rule, start, reductions) for start in ((WHOLE,) * len(rule.factors), *special)]
+    kinds = (FactorKind.BLOCK, FactorKind.REDUCE) if reductions else (FactorKind.BLOCK,)
+    free = tuple(f for f, factor in enumerate(rule.factors) if factor.kind not in kinds)
+    each = (_enumerated(call, rule, mesh, atoms, start, free) for start in dict.fromkeys(starts))
+    return distinct(itertools.chain.from_iterable(each))
+
+
+def _with_reductions(rule: Rule, start: Layouts, reductions: tuple[Layout, ...]) -> Layouts:
+    given = iter(reductions)
+    is_reduced = [factor.kind is FactorKind.REDUCE for factor in rule.factors]
+    return tuple([next(given) if reductions and r else layout for r, layout in zip(is_reduced, start, strict=True)])
 
 
 def distinct(placements: Iterable[Placement]) -> tuple[Placement, ...]:
@@ -45,10 +56,11 @@ def distinct(placements: Iterable[Placement]) -> tuple[Placement, ...]:
     return tuple(found.values())
 
 
-def _enumerated(call: Call, rule: Rule, mesh: DeviceMesh, atoms: Atoms, start: Layouts) -> Iterator[Placement]:
+def _enumerated(
+    call: Call, rule: Rule, mesh: DeviceMesh, atoms: Atoms, start: Layouts, free: Sequence[int]
+) -> Iterator[Placement]:
     used = {split.axis for layout in start for split in layout if split.bound}
     axes, carried = [axis for axis in atoms if axis.axis not in used], carried_operands(call, rule)
-    free = [f for f, factor in enumerate(rule.factors) if factor.kind is not FactorKind.BLOCK]
     places = [None, *free, *([_CARRIED] if carried else [])]
     for at in itertools.product(places, repeat=len(axes)):
         terms = canonical_partial([axis for axis, place in zip(axes, at, strict=True) if place == _CARRIED])
@@ -72,7 +84,9 @@ def _layouts(rule: Rule, start: Layouts, axes: Sequence[Split], at: Sequence[int
                 out[place] = (*out[place], *added)
         pairs = [*zip(out, (factor.size for factor in rule.factors), strict=True)]
         layouts = tuple([lay.canonical(layout, n) if layout else layout for layout, n in pairs])
-        even = all(not n % lay.extent(layout) for layout, n in pairs)
+        even = all(
+            layout == begun or not n % lay.extent(layout) for (layout, n), begun in zip(pairs, start, strict=True)
+        )
         if even and representable(rule, layouts) == layouts:
             yield layouts
 
@@ -106,11 +120,6 @@ def own_seconds(call: Call, placement: Placement) -> float:
     """Seconds of one rank's computation, with what terms that may overflow are worth (`EARLIER`)."""
     risk = EARLIER if placement.carry.axes and call.op.partial.scales else 0.0
     return computation(work(call, placement), placement.results[0].mesh.flops) + risk
-
-
-def is_strided(layout: Layout) -> bool:
-    """Whether an axis lies inside a dim's blocks."""
-    return any(not split.bound for split in layout)
 
 
 def window_labels(

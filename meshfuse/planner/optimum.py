@@ -1,4 +1,4 @@
-"""The best plan of a program over all placements of its ops on the axes of one mesh, with its proof.
+"""The best plan of a program over all placements of its ops on the axes of its meshes, with its proof.
 
 The planner's whole problem is one cost graph (`program`), which is minimised exactly (`dual_ascent`). Its prices are
 closed forms; those that the answer uses are then worked out exactly, and the problem is solved again until they agree.
@@ -15,7 +15,6 @@ from ..placement.operand_layouts import Source
 from ..placement.options import Choice
 from ..propagation import ShardedDefinition
 from ..sharding.layout import Split
-from ..sharding.value import Sharding
 from .dual_ascent import Certified, solve
 from .prices import Prices
 from .program import Program
@@ -39,12 +38,13 @@ class Optimum:
         return self.certified.assignment.value
 
 
-def optimum(graph: Graph, mesh: DeviceMesh, parts: bool = False) -> Optimum:
-    """The plan of a graph all of whose annotations are on this mesh.
+def optimum(graph: Graph, default_mesh: DeviceMesh, parts: bool = False) -> Optimum:
+    """The best plan of a graph on the meshes that its annotations name, or on this one.
 
     parts: place the parts of axes one by one, too: 8 ranks as 2 x 2 x 2.
     """
-    program = Program(graph, mesh, Prices(parts_of_axes(mesh) if parts else whole_axes(mesh)))
+    meshes = tuple(dict.fromkeys(note.mesh for note in graph.annotations.values())) or (default_mesh,)
+    program = Program(graph, meshes, Prices(parts_of_axes if parts else whole_axes))
     for _ in range(_MOST_ROUNDS):
         program.build()
         found = solve(program.costs)
@@ -54,7 +54,7 @@ def optimum(graph: Graph, mesh: DeviceMesh, parts: bool = False) -> Optimum:
 
 
 def _decoded(program: Program, chosen: tuple[int, ...]) -> ShardedDefinition:
-    graph, shardings = program.graph, dict[int, Sharding](program.inputs)
+    graph, shardings = program.graph, {i: given[0] for i, given in program.inputs.items()}
     placements = [program.placement(node.id, chosen) for node in graph.nodes]
     for node, placement in zip(graph.nodes, placements, strict=True):
         shardings.update(zip(node.outputs, placement.results, strict=True))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ..ops.values import TensorType
 from ..sharding.value import Sharding
 from .cost_graph import Costs
-from .reshard_costs import Atoms, exact_seconds, reshard_costs
+from .reshard_costs import AtomsOf, exact_seconds, reshard_costs
 
 Shardings = tuple[Sharding, ...]
 # Two shardings of a tensor of this type.
@@ -19,8 +19,8 @@ _SAME = 1e-13
 class Prices:
     """Tables for tensors of all types, [sources, targets]; equal ones are one array."""
 
-    def __init__(self, atoms: Atoms):
-        self.atoms = atoms
+    def __init__(self, atoms_of: AtomsOf):
+        self.atoms_of = atoms_of
         self._tables: dict[tuple[Shardings, Shardings, TensorType], Costs] = {}
         self._exact: dict[Pair, float] = {}
 
@@ -29,7 +29,7 @@ class Prices:
         key = (sources, targets, ttype)
         found = self._tables.get(key)
         if found is None:
-            found = self._tables[key] = reshard_costs(sources, targets, ttype, self.atoms)
+            found = self._tables[key] = reshard_costs(sources, targets, ttype, self.atoms_of)
             for pair, seconds in self._exact.items():
                 _correct(key, found, pair, seconds)
         return found

@@ -8,7 +8,7 @@ its result. An annotated tensor has its annotation for the copy.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +22,7 @@ from ..sharding.value import Sharding
 from .cost_graph import Between, Classes, CostGraph, Costs, Digits, FromEither, Same
 from .labels import axis_labels, own_seconds, window_labels
 from .prices import Pair, Prices, Shardings
-from .strided import StridedLayouts
+from .special_layouts import SpecialLayouts
 
 # Seconds that a copy costs at least: one that costs no more is made by slices, which need no sharing.
 _FREE = 2e-13
@@ -70,14 +70,17 @@ def _classes(shardings: Sequence[Sharding]) -> tuple[Shardings, Classes]:
 
 @dataclass(slots=True)
 class Program:
-    """The cost graph of a program on one mesh, at given prices."""
+    """The cost graph of a program at given prices.
+
+    An input without an annotation is whole on all ranks of all meshes.
+    """
 
     graph: Graph
-    mesh: DeviceMesh
+    meshes: tuple[DeviceMesh, ...]
     prices: Prices
     labels: list[Labels] = field(default_factory=list)
     costs: CostGraph = field(default_factory=CostGraph)
-    inputs: dict[int, Sharding] = field(default_factory=dict)
+    inputs: dict[int, Shardings] = field(default_factory=dict)
     makers: dict[int, tuple[int, int]] = field(default_factory=dict)  # by tensor its op, and which result it is
     readers: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # by tensor and op, at which operands
     variables: dict[int, int] = field(default_factory=dict)  # of ops
@@ -86,15 +89,17 @@ class Program:
 
     def __post_init__(self) -> None:
         graph = self.graph
-        self.inputs = {i: graph.annotations.get(i) or self._whole(i) for i in graph.input_tensors}
+        self.inputs = {i: self._given(i) for i in graph.input_tensors}
         for node in graph.nodes:
             self.makers |= {i: (node.id, place) for place, i in enumerate(node.outputs)}
             for place, i in enumerate(node.inputs):
                 self.readers.setdefault(i, {}).setdefault(node.id, []).append(place)
-        self.labels = all_labels(graph, self.mesh, self.prices, self.inputs)
+        self.labels = all_labels(graph, self.meshes, self.prices, self.inputs)
 
-    def _whole(self, tensor: int) -> Sharding:
-        return Sharding.replicated(self.mesh, len(self.graph.shape(tensor)))
+    def _given(self, tensor: int) -> Shardings:
+        note = self.graph.annotations.get(tensor)
+        whole = [Sharding.replicated(mesh, len(self.graph.shape(tensor))) for mesh in self.meshes]
+        return tuple(whole) if note is None else (note,)
 
     def ttype(self, tensor: int) -> TensorType:
         """The type of a tensor."""
@@ -114,15 +119,21 @@ class Program:
     def _reserved(self, tensor: int) -> int | None:
         """A variable for a tensor that has several readers, its place as an output or an annotation among them."""
         readers = len(self.readers.get(tensor, ()))
+        if tensor in self.inputs and tensor not in self.graph.annotations:
+            return None  # Whole everywhere: its parts are free.
         more = tensor in self.makers and (tensor in self.graph.outputs or tensor in self.graph.annotations)
         return self.costs.add_variable([0.0]) if readers and readers + more > 1 else None
 
     def _replicated(self) -> float:
-        """Seconds of the plan in which every rank computes everything: no part of the best one takes as long."""
-        ends = [*((s, self._whole(i), i) for i, s in self.inputs.items()),
-                *((self._whole(i), s, i) for i, s in self.graph.annotations.items())]  # fmt: skip
-        moves = sum([self.prices.seconds(a, b, self.ttype(i)) for a, b, i in ends])
-        return moves + sum([float(labels.seconds[0]) for labels in self.labels]) + 1e-9
+        """More seconds than the plan in which every rank computes everything: no part of the best one takes as long."""
+        work = sum([float(labels.seconds[0]) for labels in self.labels])
+        ends = [(note, i) for i, note in self.graph.annotations.items()]
+        whole = {i: [Sharding.replicated(mesh, len(self.graph.shape(i))) for mesh in self.meshes]
+                 for i in (*self.inputs, *self.makers)}  # fmt: skip
+        moves = sum([self.prices.seconds(s, t, self.ttype(i)) + self.prices.seconds(t, s, self.ttype(i))
+                     for s, i in ends for t in whole[i]])  # fmt: skip
+        moves += sum([self.prices.seconds(s, t, self.ttype(i)) for i, on in whole.items() for s in on for t in on])
+        return work + moves + 1e-9
 
     # prices -----------------------------------------------------------------------------------------------------
 
@@ -164,30 +175,34 @@ class Program:
     # tensors ----------------------------------------------------------------------------------------------------
 
     def _add_tensor(self, tensor: int, variable: int | None) -> None:
-        made: Classes | None = None
-        if tensor in self.makers:
-            node, place = self.makers[tensor]
-            have, made = self.labels[node].results(place)
-        else:
-            have = (self.inputs[tensor],)
+        if tensor in self.inputs:
+            if variable is not None:
+                self._share(tensor, variable, self.inputs[tensor], None)
+            else:
+                self._pass_input(tensor)
+            return
+        node, place = self.makers[tensor]
+        have, made = self.labels[node].results(place)
         if variable is not None:
             self._share(tensor, variable, have, made)
-        elif not self.readers.get(tensor):
-            if made is not None:
-                self.costs.add_costs(self.variables[self.makers[tensor][0]], self._end_costs(tensor, have)[made.of])
-        else:
+        elif self.readers.get(tensor):
             self._pass(tensor, have, made)
+        else:
+            self.costs.add_costs(self.variables[node], self._end_costs(tensor, have)[made.of])
 
-    def _pass(self, tensor: int, have: Shardings, made: Classes | None) -> None:
+    def _pass_input(self, tensor: int) -> None:
+        """An input that is read from where it is given."""
+        for reader in self.readers.get(tensor, ()):
+            needs = self._needs(tensor, reader)
+            least = self._read(self.inputs[tensor], needs, tensor).min(0)
+            self.costs.add_costs(self.variables[reader], least[needs.classes.of])
+
+    def _pass(self, tensor: int, have: Shardings, made: Classes) -> None:
         """A tensor with one reader."""
         (reader,) = self.readers[tensor]
         needs = self._needs(tensor, reader)
-        table = self._read(have, needs, tensor)
-        if made is None:
-            self.costs.add_costs(self.variables[reader], table[0][needs.classes.of])
-        else:
-            sides = self.variables[self.makers[tensor][0]], self.variables[reader]
-            self.costs.edges.append(Between(sides, table, made, needs.classes))
+        sides = self.variables[self.makers[tensor][0]], self.variables[reader]
+        self.costs.edges.append(Between(sides, self._read(have, needs, tensor), made, needs.classes))
 
     def _share(self, tensor: int, variable: int, have: Shardings, made: Classes | None) -> None:
         """A tensor whose readers may share a copy."""
@@ -241,7 +256,7 @@ class Program:
         if shared is not None:
             return shared.label(chosen[shared.variable])
         if tensor in self.inputs:
-            return (self.inputs[tensor],)
+            return self.inputs[tensor]
         node, place = self.makers[tensor]
         return (self.placement(node, chosen).results[place],)
 
@@ -257,6 +272,8 @@ class Program:
         return {pair for pair in found if pair[0] is not pair[1]}
 
     def _used(self, tensor: int, chosen: Sequence[int]) -> list[Pair]:
+        if tensor in self.inputs and tensor not in self.graph.annotations:
+            return []
         there, ttype = self.there(tensor, chosen), self.ttype(tensor)
         needs = [self.placement(node, chosen).operands[place]
                  for node, places in self.readers.get(tensor, {}).items() for place in places]  # fmt: skip
@@ -275,15 +292,16 @@ def _scattered(made: Sharding, dim: int, n: int) -> Sharding | None:
     return made.reduced().with_dims([lay.canonical(layout, n) if d == dim else o for d, o in enumerate(made.dims)])
 
 
-def all_labels(graph: Graph, mesh: DeviceMesh, prices: Prices, inputs: dict[int, Sharding]) -> list[Labels]:
-    """The labels of every op."""
-    strided, out = StridedLayouts.of(graph), list[Labels]()
-    made = {i: {s: None} for i, s in inputs.items()}
+def all_labels(
+    graph: Graph, meshes: Sequence[DeviceMesh], prices: Prices, inputs: Mapping[int, Shardings]
+) -> list[Labels]:
+    """The labels of every op, on each of these meshes; an op with an annotated result is on the annotation's."""
+    special, out = {mesh: SpecialLayouts.of(graph, mesh) for mesh in meshes}, list[Labels]()
+    made = {i: dict.fromkeys(shardings) for i, shardings in inputs.items()}
     for node in graph.nodes:
-        placements = axis_labels(node.call, node.rule, mesh, prices.atoms, strided.of_op(node))
-        found = [(p, own_seconds(node.call, p)) for p in placements]
-        if node.call.op.window is not None:
-            found += _window_labels(graph, node, mesh, made[node.inputs[0]], strided)
+        notes = [graph.annotations[i] for i in node.outputs if i in graph.annotations]
+        on = [note.mesh for note in notes[:1]] or meshes
+        found = [label for mesh in on for label in _labels_on(graph, node, mesh, prices, special[mesh], made)]
         out.append(Labels(tuple([p for p, _ in found]), np.array([seconds for _, seconds in found])))
         for place, i in enumerate(node.outputs):
             results = [p.results[place] for p, _ in found] + [*filter(None, [graph.annotations.get(i)])]
@@ -291,10 +309,19 @@ def all_labels(graph: Graph, mesh: DeviceMesh, prices: Prices, inputs: dict[int,
     return out
 
 
-def _window_labels(
-    graph: Graph, node: Node, mesh: DeviceMesh, sources: dict[Sharding, None], strided: StridedLayouts
-) -> list[tuple[Placement, float]]:
-    """Labels in which a move does the work of a slice, a pad or another order of blocks."""
-    (made,) = node.outputs
-    asked = [Sharding(mesh, dims) for dims in strided.of_tensor(made)] + [*filter(None, [graph.annotations.get(made)])]
-    return list(window_labels(node.call, node.rule, mesh, sources, asked))
+def _labels_on(
+    graph: Graph, node: Node, mesh: DeviceMesh, prices: Prices, special: SpecialLayouts,
+    made: Mapping[int, dict[Sharding, None]],
+) -> list[tuple[Placement, float]]:  # fmt: skip
+    """An op's labels on one mesh, with their seconds."""
+    call, rule = node.call, node.rule
+    reductions = graph.reductions.get(node.id, ())
+    placements = axis_labels(call, rule, mesh, prices.atoms_of(mesh), special.of_op(node), reductions)
+    found = [(p, own_seconds(call, p)) for p in placements]
+    if call.op.window is not None:
+        (result,) = node.outputs
+        asked = [Sharding(mesh, dims) for dims in special.of_tensor(result)]
+        asked += [note for note in (graph.annotations.get(result),) if note is not None and note.mesh == mesh]
+        sources = [s for s in made[node.inputs[0]] if s.mesh == mesh]
+        found += window_labels(call, rule, mesh, sources, asked)
+    return found

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..costs import Form, all_gather_forms, all_reduce_forms, all_to_all_forms, reduce_scatter_forms
+from ..costs import Form, all_gather_forms, all_reduce_forms, all_to_all_forms, permute, reduce_scatter_forms
 from ..mesh import DeviceMesh
 from ..ops.values import TensorType
-from ..reshard.prices import EXCHANGE_SECONDS, SLICE_SECONDS, STEP_SECONDS, link_over
+from ..reshard.prices import EXCHANGE_SECONDS, SLICE_SECONDS, STEP_SECONDS, between, link_over
 from ..reshard.search import plan
 from ..sharding.layout import Split
 from ..sharding.value import Sharding
@@ -85,11 +85,43 @@ def _side(shardings: Sequence[Sharding], ttype: TensorType, atoms: Atoms) -> _Si
     return _Side(places[..., 0], places[..., 1], nbytes, np.array([s.reduce for s in shardings]))
 
 
-def reshard_costs(sources: Sequence[Sharding], targets: Sequence[Sharding], ttype: TensorType, atoms: Atoms) -> Costs:
-    """Modelled seconds from every source to every target, of one mesh; inf where there is no way.
+AtomsOf = Callable[[DeviceMesh], Atoms]
 
-    `atoms` are the axes, or the parts of axes that shardings are made of.
+
+def reshard_costs(
+    sources: Sequence[Sharding], targets: Sequence[Sharding], ttype: TensorType, atoms_of: AtomsOf = whole_axes
+) -> Costs:
+    """Modelled seconds from every source to every target; inf where there is no way.
+
+    `atoms_of` gives the axes of a mesh, or the parts of axes, that shardings are made of.
     """
+    out = np.empty((len(sources), len(targets)))
+    for mesh, rows in _by_mesh(sources).items():
+        for other, columns in _by_mesh(targets).items():
+            sides = [sources[n] for n in rows], [targets[n] for n in columns]
+            found = _within(*sides, ttype, atoms_of(mesh)) if mesh == other else _across(*sides, ttype, atoms_of)
+            out[np.ix_(rows, columns)] = found
+    return out
+
+
+def _by_mesh(shardings: Sequence[Sharding]) -> dict[DeviceMesh, list[int]]:
+    found: dict[DeviceMesh, list[int]] = {}
+    for number, sharding in enumerate(shardings):
+        found.setdefault(sharding.mesh, []).append(number)
+    return found
+
+
+def _across(sources: Sequence[Sharding], targets: Sequence[Sharding], ttype: TensorType, atoms_of: AtomsOf) -> Costs:
+    """To another mesh: reduced on the old one, then sent to every rank of the new one that needs it."""
+    reduced = [reshard_costs([s], [s.reduced()], ttype, atoms_of)[0, 0] if s.partial else 0.0 for s in sources]
+    link = between(sources[0].mesh, targets[0].mesh)
+    sizes = [max(s.max_local_numel(ttype.shape), 1) * float(ttype.dtype.itemsize) for s in targets]
+    sent = [np.inf if s.partial else permute(link, nbytes) for s, nbytes in zip(targets, sizes, strict=True)]
+    return np.array(reduced)[:, None] + np.array(sent)[None, :]
+
+
+def _within(sources: Sequence[Sharding], targets: Sequence[Sharding], ttype: TensorType, atoms: Atoms) -> Costs:
+    """On one mesh."""
     out = np.empty((len(sources), len(targets)))
     known = [[n for n, s in enumerate(side) if _places(s, atoms) is not None] for side in (sources, targets)]
     if all(known):

@@ -1,7 +1,8 @@
-"""Layouts that annotations ask for and that no axis on a factor gives: axes inside the blocks of a dim.
+"""Layouts that annotations ask for and that no axis on a factor gives: axes inside a dim's blocks, or uneven ones.
 
-The shards of a fused weight are strided: rank r has part r of each of its matrices. Such layouts are followed through
-the ops' rules, forward and back; each is then a start for the labels of all the ops that it reaches.
+The shards of a fused weight are strided: rank r has part r of each of its matrices. Seven rows over four ranks are cut
+unevenly. Such layouts are followed through the ops' rules, forward and back; each is then a start for the labels of all
+the ops that it reaches.
 """
 
 from __future__ import annotations
@@ -10,33 +11,36 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ..graph import Graph, Node
+from ..mesh import DeviceMesh
 from ..ops.rules import DimFactors
 from ..placement.factors import Layouts, layouts_of, representable, tensor_layouts
+from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout
 
 Dims = tuple[Layout, ...]
-# Layouts of one tensor that are followed; programs have one or two.
+# Layouts of one tensor on one mesh that are followed; programs have one or two.
 _MOST = 6
 
 
-def is_strided(layout: Layout) -> bool:
-    """Whether an axis lies inside a dim's blocks."""
-    return any(not split.bound for split in layout)
+def is_special(layout: Layout, n: int) -> bool:
+    """Whether an axis lies inside the blocks of a dim of size n, or cuts it unevenly."""
+    return any(not split.bound for split in layout) or not lay.is_even(layout, n)
 
 
 @dataclass(frozen=True, slots=True)
-class StridedLayouts:
-    """The strided layouts of each tensor's dims, all other dims whole."""
+class SpecialLayouts:
+    """The special layouts of each tensor's dims on one mesh, all other dims whole."""
 
     graph: Graph
     dims: dict[int, dict[Dims, None]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, graph: Graph) -> StridedLayouts:
+    def of(cls, graph: Graph, mesh: DeviceMesh) -> SpecialLayouts:
         """Those that the annotations of a graph ask for, and what follows from them."""
         found = cls(graph)
         for tensor, sharding in graph.annotations.items():
-            found._add(tensor, sharding.dims)
+            if sharding.mesh == mesh:
+                found._add(tensor, sharding.dims)
         if any(found.dims.values()):
             for node in (*graph.nodes, *reversed(graph.nodes), *graph.nodes):
                 found._follow(node)
@@ -44,10 +48,12 @@ class StridedLayouts:
 
     def of_op(self, node: Node) -> tuple[Layouts, ...]:
         """The layouts of an op's factors that its operands and results ask for."""
-        return tuple(dict.fromkeys(found for found in self._asked(node) if any(map(is_strided, found))))
+        sizes = [factor.size for factor in node.rule.factors]
+        asked = (found for found in self._asked(node) if any(map(is_special, found, sizes)))
+        return tuple(dict.fromkeys(asked))
 
     def of_tensor(self, tensor: int) -> tuple[Dims, ...]:
-        """The strided layouts of a tensor's dims."""
+        """The special layouts of a tensor's dims."""
         return tuple(self.dims.get(tensor, ()))
 
     def _asked(self, node: Node) -> Iterator[Layouts]:
@@ -62,7 +68,7 @@ class StridedLayouts:
                 self._add(tensor, tensor_layouts(node.rule, factors, shape, layouts) or ())
 
     def _add(self, tensor: int, dims: Iterable[Layout]) -> None:
-        only = tuple(layout if is_strided(layout) else WHOLE for layout in dims)
+        only = tuple([d if is_special(d, n) else WHOLE for d, n in zip(dims, self.graph.shape(tensor), strict=False)])
         known = self.dims.setdefault(tensor, {})
         if any(only) and len(known) < _MOST:
             known.setdefault(only)
