@@ -60,7 +60,8 @@ def _decoded(program: Program, chosen: tuple[int, ...]) -> ShardedDefinition:
         shardings.update(zip(node.outputs, placement.results, strict=True))
     free = [i for i in graph.outputs if i in program.makers and i not in graph.annotations]
     shardings |= {i: program.left(i, chosen) for i in free} | dict(graph.annotations)
-    choices = [Choice(placement, Source("whole"), 0.0) for placement in placements]
+    seconds = [program.seconds(node, chosen) for node in graph.nodes]
+    choices = [Choice(p, Source("whole"), s) for p, s in zip(placements, seconds, strict=True)]
     sharded = ShardedDefinition(graph, tuple(choices), shardings)
     sharded.verify()
     return sharded

@@ -260,6 +260,19 @@ class Program:
         node, place = self.makers[tensor]
         return (self.placement(node, chosen).results[place],)
 
+    def seconds(self, node: Node, chosen: Sequence[int]) -> float:
+        """What an op takes in an assignment: its work, bringing its operands, and its results' copies and ends."""
+        label = chosen[self.variables[node.id]]
+        placement, total = self.labels[node.id].placements[label], float(self.labels[node.id].seconds[label])
+        for i, need in dict.fromkeys(zip(node.inputs, placement.operands, strict=True)):
+            total += min([self.prices.seconds(s, need, self.ttype(i)) for s in self.there(i, chosen)])
+        for i in node.outputs:
+            made, *copy = self.there(i, chosen)
+            total += sum([self.prices.seconds(made, s, self.ttype(i)) for s in copy])
+            if i in self.graph.outputs and i not in self.graph.annotations and not copy:
+                total += self.prices.seconds(made, self.left(i, chosen), self.ttype(i))
+        return total
+
     def left(self, tensor: int, chosen: Sequence[int]) -> Sharding:
         """Where a free output is left: where it is made, or at its copy if that is reduced, or where a sum ends."""
         made, *copy = self.there(tensor, chosen)
@@ -315,6 +328,7 @@ def _labels_on(
 ) -> list[tuple[Placement, float]]:  # fmt: skip
     """An op's labels on one mesh, with their seconds."""
     call, rule = node.call, node.rule
+    special.follow(node)
     reductions = graph.reductions.get(node.id, ())
     placements = axis_labels(call, rule, mesh, prices.atoms_of(mesh), special.of_op(node), reductions)
     found = [(p, own_seconds(call, p)) for p in placements]
@@ -323,5 +337,8 @@ def _labels_on(
         asked = [Sharding(mesh, dims) for dims in special.of_tensor(result)]
         asked += [note for note in (graph.annotations.get(result),) if note is not None and note.mesh == mesh]
         sources = [s for s in made[node.inputs[0]] if s.mesh == mesh]
-        found += window_labels(call, rule, mesh, sources, asked)
+        windows = list(window_labels(call, rule, mesh, sources, asked))
+        for placement, _ in windows:
+            special.add(result, placement.results[0].dims)
+        found += windows
     return found

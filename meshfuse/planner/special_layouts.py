@@ -7,7 +7,7 @@ the ops that it reaches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..graph import Graph, Node
@@ -18,8 +18,8 @@ from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout
 
 Dims = tuple[Layout, ...]
-# Layouts of one tensor on one mesh that are followed; programs have one or two.
-_MOST = 6
+# Layouts of one tensor on one mesh that are followed; most have one or two.
+_MOST = 8
 
 
 def is_special(layout: Layout, n: int) -> bool:
@@ -29,7 +29,7 @@ def is_special(layout: Layout, n: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SpecialLayouts:
-    """The special layouts of each tensor's dims on one mesh, all other dims whole."""
+    """Layouts of each tensor's dims on one mesh that follow from annotations, the special ones among them."""
 
     graph: Graph
     dims: dict[int, dict[Dims, None]] = field(default_factory=dict)
@@ -40,38 +40,39 @@ class SpecialLayouts:
         found = cls(graph)
         for tensor, sharding in graph.annotations.items():
             if sharding.mesh == mesh:
-                found._add(tensor, sharding.dims)
-        if any(found.dims.values()):
-            for node in (*graph.nodes, *reversed(graph.nodes), *graph.nodes):
-                found._follow(node)
+                found.add(tensor, sharding.dims)
+        for node in (*graph.nodes, *reversed(graph.nodes), *graph.nodes):
+            found.follow(node)
         return found
 
     def of_op(self, node: Node) -> tuple[Layouts, ...]:
-        """The layouts of an op's factors that its operands and results ask for."""
+        """The special layouts of an op's factors that its operands and results ask for, all other factors whole."""
         sizes = [factor.size for factor in node.rule.factors]
-        asked = (found for found in self._asked(node) if any(map(is_special, found, sizes)))
-        return tuple(dict.fromkeys(asked))
+        only = (tuple([lt if is_special(lt, n) else WHOLE for lt, n in zip(found, sizes, strict=True)])
+                for found in self._asked(node))  # fmt: skip
+        return tuple(dict.fromkeys(layouts for layouts in only if any(layouts)))
 
     def of_tensor(self, tensor: int) -> tuple[Dims, ...]:
-        """The special layouts of a tensor's dims."""
-        return tuple(self.dims.get(tensor, ()))
+        """The layouts of a tensor's dims of which some are special."""
+        found, shape = self.dims.get(tensor, ()), self.graph.shape(tensor)
+        return tuple(dims for dims in found if any(map(is_special, dims, shape)))
 
-    def _asked(self, node: Node) -> Iterator[Layouts]:
-        for tensor, factors, shape in _tensors(node):
-            for dims in self.of_tensor(tensor):
-                yield representable(node.rule, layouts_of(node.rule, factors, shape, dims))
-
-    def _follow(self, node: Node) -> None:
+    def follow(self, node: Node) -> None:
         """Add what the op's tensors are in the layouts that some of them ask for."""
         for layouts in [*self._asked(node)]:
             for tensor, factors, shape in _tensors(node):
-                self._add(tensor, tensor_layouts(node.rule, factors, shape, layouts) or ())
+                self.add(tensor, tensor_layouts(node.rule, factors, shape, layouts) or ())
 
-    def _add(self, tensor: int, dims: Iterable[Layout]) -> None:
-        only = tuple([d if is_special(d, n) else WHOLE for d, n in zip(dims, self.graph.shape(tensor), strict=False)])
+    def add(self, tensor: int, dims: Dims) -> None:
+        """Add a tensor's layouts, if it has not too many yet."""
         known = self.dims.setdefault(tensor, {})
-        if any(only) and len(known) < _MOST:
-            known.setdefault(only)
+        if any(dims) and len(known) < _MOST:
+            known.setdefault(dims)
+
+    def _asked(self, node: Node) -> Iterator[Layouts]:
+        for tensor, factors, shape in _tensors(node):
+            for dims in self.dims.get(tensor, ()):
+                yield representable(node.rule, layouts_of(node.rule, factors, shape, dims))
 
 
 def _tensors(node: Node) -> list[tuple[int, DimFactors, tuple[int, ...]]]:
