@@ -24,7 +24,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # What nohup, or a shell in the background, has this process ignore, the jobs that tests start would ignore, too.
-for _signal, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+_DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGQUIT: signal.SIG_DFL}
+for _signal, _handler in _DEFAULTS.items():
     if signal.getsignal(_signal) is signal.SIG_IGN:
         signal.signal(_signal, _handler)
 
