@@ -37,13 +37,15 @@ def _attention(
 def attention_bwd(
     inputs: list[torch.Tensor], mask: Any, is_causal: Any, scale: Any, kept: Any, grad_lse: Any = None
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v by autograd from [grad, q, k, v]."""
+    """Gradients of q, k, v by autograd from [grad, q, k, v]. They can be differentiated in turn."""
     grad, *qkv = inputs
-    leaves = [t.detach().requires_grad_() for t in qkv]
+    # Views, as one operand may depend on another.
+    leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in qkv]
+    again = any(t.requires_grad for t in (*inputs, grad_lse) if t is not None)
     out, lse = _attention(*leaves, None, mask, is_causal, scale, kept)
     if grad_lse is None:
-        return torch.autograd.grad(out, leaves, grad)
-    return torch.autograd.grad([out, lse], leaves, [grad, grad_lse], allow_unused=True)
+        return torch.autograd.grad(out, leaves, grad, create_graph=again)
+    return torch.autograd.grad([out, lse], leaves, [grad, grad_lse], create_graph=again, allow_unused=True)
 
 
 def seen_in_ring(rows: int, ring: int, is_causal: bool, zigzag: bool) -> torch.Tensor | None:

@@ -13,9 +13,6 @@ ROOT = Path(meshfuse.__file__).parent
 # A backend is loaded when it is chosen: nvFuser may be missing, and Inductor takes a second.
 LATE = {("backends.assignment", "backends.inductor"), ("backends.assignment", "backends.nvfuser.backend")}
 
-# Beside the order of docs/architecture.md.
-BESIDE = {"", "__main__", "backends", "checkpoint", "gradients", "nvfuser_direct", "runtime", "testing"}
-
 
 def name_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -57,19 +54,6 @@ def test_modules_import_in_no_circle_and_late_only_what_is_meant_to_be() -> None
     assert late == LATE
     assert len(whole) > 200 and sum(map(len, whole.values())) > 1000
     graphlib.TopologicalSorter(whole).prepare()  # CycleError names the circle
-
-
-def test_modules_import_from_the_left_of_the_order_that_the_page_gives() -> None:
-    page = (ROOT.parent / "docs" / "architecture.md").read_text()
-    order = page.split("Imports point left only: `")[1].split("`")[0].split("→")
-    place = {name.strip(): number for number, names in enumerate(order) for name in names.split("·")}
-    tops = {module: module.split(".")[0] for module in MODULES}
-    assert set(tops.values()) - set(place) == BESIDE
-    for module, path in MODULES.items():
-        found = imports(ast.parse(path.read_text()).body)
-        for target in (target for node in found for target in targets(module, node)):
-            here, there = tops[module], tops[target]
-            assert BESIDE & {here, there} or place[there] <= place[here], f"{module} imports {target}"
 
 
 def test_the_runtime_knows_ranks_and_meshes_but_no_definition() -> None:
