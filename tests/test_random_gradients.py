@@ -100,11 +100,9 @@ def test_first_and_second_gradients_of_a_random_program_are_those_of_autograd(fa
         for place, (a, b) in enumerate(zip(found, wanted, strict=True)):
             finite = b.isfinite()
             order, variable = divmod(place, len(program.variables))
-            assert_close(
-                a[finite],
-                b[finite],
-                1e-6,
-                f"gradient {order + 1} by {fd.recording.tensors[program.variables[variable]].name}",
-            )
+            name = fd.recording.tensors[program.variables[variable]].name
+            # Some ops draw Float operands of their own, of which derivatives of products lose some digits.
+            tolerance = 1e-6 if a.dtype in (torch.float64, torch.complex128) else 1e-4
+            assert_close(a[finite], b[finite], tolerance, f"gradient {order + 1} by {name}")
 
     check()
