@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ..costs import computation
 from ..fast_dataclass import quickly_made
 from ..ops.opdef import Call
+from ..ops.rules import Rule
 from ..ops.values import TensorType
 from ..reshard.bounds import at_least
 from ..reshard.prices import price
@@ -187,20 +188,34 @@ class _Wire:
 
 
 def _window_candidates(setting: Setting) -> Iterator[_Candidate]:
-    """For an op that takes a window of a sharded dim: a move of exact pieces does the op's work."""
-    window = window_of(setting.call)
+    """For an op that takes a window of a sharded dim: a step of exact pieces does the op's work."""
+    if setting.call.op.window is None:
+        return
+    sources = [s for s in setting.known[0] if s.mesh == setting.mesh]
+    wanted = [w for w in setting.wanted[0] if w.mesh == setting.mesh and not w.partial]
+    for placement, seconds in window_placements(setting.call, setting.rule, sources, wanted):
+        yield placement, Source("pieces"), seconds + _to_annotations(setting, placement.results)
+
+
+def window_placements(
+    call: Call, rule: Rule, sources: Iterable[Sharding], wanted: Sequence[Sharding]
+) -> Iterator[tuple[Placement, float]]:
+    """Placements in which a step of exact pieces does the op's work, with their seconds; none if it takes no window.
+
+    sources: where the operand may be.
+    wanted: where the result may be asked for, beside where the operand has most of it and in shared blocks.
+    """
+    window = window_of(call)
     if window is None:
         return
-    (ttype,), target = setting.call.types[:1], setting.call.results[0]
-    for src in setting.known[0]:
-        if src.partial or src.mesh != setting.mesh or not _cuts(window, src):
-            continue
-        for dst in _window_targets(setting, src, window):
-            step = window_step(src, dst, window)
-            seconds = price(step, ttype.shape, ttype.dtype.itemsize).seconds
-            seconds += computation(dst.max_local_numel(target.shape), setting.mesh.flops)
-            placement = Placement((WHOLE,) * len(setting.rule.factors), (src,), (dst,), step=step)
-            yield placement, Source("pieces"), seconds + _to_annotations(setting, (dst,))
+    (ttype,), made = call.types[:1], call.results[0]
+    for source in sources:
+        if not source.partial and _cuts(window, source):
+            for target in _window_targets(source, window, wanted):
+                step = window_step(source, target, window)
+                seconds = price(step, ttype.shape, ttype.dtype.itemsize).seconds
+                seconds += computation(target.max_local_numel(made.shape), target.mesh.flops)
+                yield Placement((WHOLE,) * len(rule.factors), (source,), (target,), step=step), seconds
 
 
 def _cuts(window: Window | Reordering, src: Sharding) -> bool:
@@ -208,13 +223,12 @@ def _cuts(window: Window | Reordering, src: Sharding) -> bool:
     return any(layout and window.changes(d) for d, layout in enumerate(src.dims))
 
 
-def _window_targets(setting: Setting, src: Sharding, window: Window | Reordering) -> list[Sharding]:
+def _window_targets(src: Sharding, window: Window | Reordering, wanted: Sequence[Sharding]) -> list[Sharding]:
     """Shardings for the window: where the operand has most of it, in shared blocks, or as someone asks."""
     shape = window.target_shape
     dims = [lay.axes(d) if m != n else d for d, n, m in zip(src.dims, window.source_shape, shape, strict=True)]
-    asked = [w for w in setting.wanted[0] if w.mesh == setting.mesh and not w.partial]
     shared = [_shared(src, window)] if isinstance(window, Window) else []
-    return list(dict.fromkeys([Sharding.make(src.mesh, dims, shape), *filter(None, shared), *asked]))
+    return list(dict.fromkeys([Sharding.make(src.mesh, dims, shape), *filter(None, shared), *wanted]))
 
 
 def _shared(src: Sharding, window: Window) -> Sharding | None:

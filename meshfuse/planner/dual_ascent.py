@@ -13,21 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from .cost_graph import CostGraph, Costs, Numbers
-from .elimination import Assignment, eliminate, elimination_order
+from .elimination import Assignment, Order, eliminate, elimination_order
 
 # Cells of the largest table that is made: 8 MB of float64. Whoever has less memory may lower it; a plan that is then
 # no longer proven says so.
 MOST_CELLS = 1 << 20
-# Sweeps before labels are looked at again; doubled each time that drops none, up to so many in a row.
+# Sweeps before labels are looked at again, and in all: a plan that is not proven by then has a gap, which is stated.
 _SWEEPS, _MOST_SWEEPS = 8, 128
 # So many labels of every variable are tried together.
 _FEW = 12
 # The part of the value by which costs count as equal.
 TOLERANCE = 1e-9
-
-
-# By edge the messages to its two sides.
-Sent = list[list[Costs]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +40,22 @@ class Certified:
         return (value - self.bound) / abs(value) if value - self.bound > TOLERANCE * abs(value) else 0.0
 
 
-def solve(graph: CostGraph, most_cells: int = MOST_CELLS, start: Sent | None = None) -> Certified:
-    """The assignment that costs least, with its proof; one with a gap where its tables would be too large.
-
-    `start` are the messages of a graph that differs in some costs alone.
-    """
+def solve(graph: CostGraph, most_cells: int = MOST_CELLS) -> Certified:
+    """The assignment that costs least, with its proof; one with a gap where its tables would be too large."""
     order = elimination_order(graph.sizes(), graph.sides())
     if order.cells <= most_cells:
         best = eliminate(graph, order)
         return Certified(best, best.value)
-    return _Ascent(graph, most_cells, start).run()
+    return _Ascent(graph, most_cells).run()
 
 
 class _Ascent:
     """A cost graph from which labels are dropped; `kept` are the first numbers of those that are left."""
 
-    def __init__(self, graph: CostGraph, most_cells: int, start: Sent | None):
+    def __init__(self, graph: CostGraph, most_cells: int):
         self.graph, self.most_cells = graph, most_cells
         self.kept = [np.arange(n) for n in graph.sizes()]
         self.messages = Messages(graph)
-        if start:
-            self.messages.sent = start
         self.best = Assignment((), np.inf)
         self.bound = -np.inf
 
@@ -105,8 +96,7 @@ class _Ascent:
         if order is None:
             return 0.0
         kept = [np.flatnonzero(slack <= max(levels[low - 1], slack.min())) for slack in slacks]
-        small = eliminate(self.graph.only(kept), order)
-        self._take(Assignment(tuple(int(k[n]) for k, n in zip(kept, small.labels, strict=True)), small.value))
+        self._eliminate(kept, order)
         return float(levels[low]) if low < len(levels) else np.inf
 
     def _round(self, slacks: Sequence[Costs]) -> None:
@@ -115,11 +105,14 @@ class _Ascent:
             labels = self.messages.rounded(backward)
             self._take(Assignment(tuple(labels), self.graph.value(labels)))
         kept = [np.argsort(slack, kind="stable")[:_FEW] for slack in slacks]
-        graph = self.graph.only(kept)
-        order = elimination_order(graph.sizes(), graph.sides())
+        order = elimination_order([*map(len, kept)], self.graph.sides())
         if order.cells <= self.most_cells:
-            small = eliminate(graph, order)
-            self._take(Assignment(tuple(int(k[n]) for k, n in zip(kept, small.labels, strict=True)), small.value))
+            self._eliminate(kept, order)
+
+    def _eliminate(self, kept: Sequence[Numbers], order: Order) -> None:
+        """Take the best assignment of these labels."""
+        small = eliminate(self.graph.only(kept), order)
+        self._take(Assignment(tuple(int(k[n]) for k, n in zip(kept, small.labels, strict=True)), small.value))
 
     def _take(self, found: Assignment) -> None:
         if found.value < self.best.value:

@@ -12,13 +12,9 @@ from ..ops.opdef import Call, Partial
 from ..ops.rules import FactorKind, Rule
 from ..placement.factors import NO_CARRY, Carry, Layouts, Placement, passes, placed, representable
 from ..placement.options import EARLIER, work
-from ..placement.options import _shared as shared_blocks
-from ..reshard.prices import price
-from ..reshard.steps import Reordering, Window
-from ..reshard.windows import window_of, window_step
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
-from ..sharding.value import Sharding, canonical_partial
+from ..sharding.value import canonical_partial
 from .reshard_costs import Atoms
 
 _CARRIED = -1
@@ -120,30 +116,3 @@ def own_seconds(call: Call, placement: Placement) -> float:
     """Seconds of one rank's computation, with what terms that may overflow are worth (`EARLIER`)."""
     risk = EARLIER if placement.carry.axes and call.op.partial.scales else 0.0
     return computation(work(call, placement), placement.results[0].mesh.flops) + risk
-
-
-def window_labels(
-    call: Call, rule: Rule, mesh: DeviceMesh, sources: Iterable[Sharding], asked: Sequence[Sharding]
-) -> Iterator[tuple[Placement, float]]:
-    """Placements in which a move of exact pieces does the op's work, with their seconds.
-
-    For an op that takes a window of a dim that is sharded, or reorders its blocks.
-    """
-    window = window_of(call)
-    if window is None:
-        return
-    ttype, made = call.types[0], call.results[0]
-    for source in sources:
-        if not source.partial and any(layout and window.changes(d) for d, layout in enumerate(source.dims)):
-            for target in _window_targets(source, window, asked):
-                step = window_step(source, target, window)
-                seconds = price(step, ttype.shape, ttype.dtype.itemsize).seconds
-                seconds += computation(target.max_local_numel(made.shape), mesh.flops)
-                yield Placement((WHOLE,) * len(rule.factors), (source,), (target,), step=step), seconds
-
-
-def _window_targets(source: Sharding, window: Window | Reordering, asked: Sequence[Sharding]) -> list[Sharding]:
-    shape = window.target_shape
-    dims = [lay.axes(d) if m != n else d for d, n, m in zip(source.dims, window.source_shape, shape, strict=True)]
-    shared = [shared_blocks(source, window)] if isinstance(window, Window) else []
-    return list(dict.fromkeys([Sharding.make(source.mesh, dims, shape), *filter(None, shared), *asked]))

@@ -28,7 +28,11 @@ _MOST_PARTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """A plan, the seconds that it takes, and a bound that no plan of these labels takes less than."""
+    """A plan, the seconds that it takes, and a bound that no plan of these labels takes less than.
+
+    Both are at the prices of the last round. Reshards that the plan does not use are priced in closed form, which for
+    some is dearer than their cheapest path: the proof is of these prices.
+    """
 
     sharded: ShardedDefinition
     certified: Certified

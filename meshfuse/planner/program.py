@@ -8,8 +8,9 @@ its result. An annotated tensor has its annotation for the copy.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,10 +18,11 @@ from ..graph import Graph, Node
 from ..mesh import DeviceMesh
 from ..ops.values import TensorType
 from ..placement.factors import Placement
+from ..placement.options import window_placements
 from ..sharding import layout as lay
 from ..sharding.value import Sharding
 from .cost_graph import Between, Classes, CostGraph, Costs, Digits, FromEither, Same
-from .labels import axis_labels, own_seconds, window_labels
+from .labels import axis_labels, own_seconds
 from .prices import Pair, Prices, Shardings
 from .special_layouts import SpecialLayouts
 
@@ -63,9 +65,13 @@ class Shared:
         return (self.made[row],) if copy is None else (self.made[row], copy)
 
 
-def _classes(shardings: Sequence[Sharding]) -> tuple[Shardings, Classes]:
-    numbers = {s: n for n, s in enumerate(dict.fromkeys(shardings))}
-    return tuple(numbers), Classes(np.array([numbers[s] for s in shardings]), len(numbers))
+_T = TypeVar("_T", bound=Hashable)
+
+
+def _classes(values: Sequence[_T]) -> tuple[tuple[_T, ...], Classes]:
+    """The different values, and which one each is."""
+    numbers = {value: n for n, value in enumerate(dict.fromkeys(values))}
+    return tuple(numbers), Classes(np.array([numbers[value] for value in values]), len(numbers))
 
 
 @dataclass(slots=True)
@@ -143,8 +149,7 @@ class Program:
     def _needs(self, tensor: int, node: int) -> Needs:
         places = self.readers[tensor][node]
         sets = [tuple(dict.fromkeys([p.operands[place] for place in places])) for p in self.labels[node].placements]
-        numbers = {need: n for n, need in enumerate(dict.fromkeys(sets))}
-        return Needs(tuple(numbers), Classes(np.array([numbers[need] for need in sets]), len(numbers)))
+        return Needs(*_classes(sets))
 
     def _read(self, have: Shardings, needs: Needs, tensor: int) -> Costs:
         """[have, needs]: bringing a tensor to where a reader needs it."""
@@ -337,7 +342,7 @@ def _labels_on(
         asked = [Sharding(mesh, dims) for dims in special.of_tensor(result)]
         asked += [note for note in (graph.annotations.get(result),) if note is not None and note.mesh == mesh]
         sources = [s for s in made[node.inputs[0]] if s.mesh == mesh]
-        windows = list(window_labels(call, rule, mesh, sources, asked))
+        windows = list(window_placements(call, rule, sources, asked))
         for placement, _ in windows:
             special.add(result, placement.results[0].dims)
         found += windows

@@ -244,13 +244,9 @@ class _Way:
         self.nbytes = change.nbytes.copy()
         self.total = np.zeros(self.nbytes.shape)
         busy = (change.scattered | change.moved | change.displaced | change.reduced).any(-1, keepdims=True)
-        self.sliced = change.sliced | (change.idle & busy) if shared else change.sliced
-        self.scattered = change.scattered | change.reduced if scattered else change.scattered
-        self.reduced = np.zeros_like(change.reduced) if scattered else change.reduced
-        last = [change.gathered]
-        self.gathered = np.logical_or.reduce(
-            [*last, *([change.reduced] if scattered else []), *([change.idle & busy] if shared else [])]
-        )
+        idle, later = change.idle & busy & shared, change.reduced & scattered  # Both are gathered at the end.
+        self.sliced, self.scattered = change.sliced | idle, change.scattered | later
+        self.reduced, self.gathered = change.reduced & ~later, change.gathered | later | idle
 
     def seconds(self) -> Costs:
         self._slice()
