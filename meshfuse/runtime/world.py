@@ -308,7 +308,7 @@ class World:
     def depart(self, error: BaseException, abort: bool = True) -> None:
         """After a failure, tell the peers that this rank leaves; with `abort`, break the connections.
 
-        A rank that serves the store stays until they have read it.
+        A rank that serves the store stays until they have read it, those that are about to join included.
         """
         if self._store is None:
             return
@@ -317,8 +317,8 @@ class World:
         for group in self._groups.values() if abort else ():
             group.abort()
         if hosts_store(self.place):
-            gone = getattr(error, "silent", ())
-            within(_LINGER, lambda: self._await_others(_LINGER, lambda: None, gone))
+            peers = [rank for rank in self.all_ranks if rank not in getattr(error, "silent", ())]
+            within(_LINGER, lambda: self._await(peers, _LINGER, lambda: None))
 
     def leave(self) -> None:
         """At a normal exit, disconnect from the other ranks and end all threads but Python's own.
@@ -354,23 +354,25 @@ class World:
         """Serve the store while a rank that still needs it answers: it may run definitions without this rank."""
         left: Sequence[int] | None = ()
         while left is not None:
-            left = within(self.limit + 1, lambda: self._await_others(self.limit, self.raise_if_failed))
+            left = within(self.limit + 1, lambda: self._await(self._joined(), self.limit, self.raise_if_failed))
             answers = roll_call(self.store, left) if left else None
             if not answers or {*answers.values()} <= {None, exit_page.FINISHED, FAILED}:
                 return
 
-    def _await_others(self, limit: float, check: Callable[[], None], gone: Sequence[int] = ()) -> Sequence[int]:
-        """Wait until the ranks that have joined no longer need the store, or have ended; returns the others."""
-        joined = [rank for rank in self.all_ranks if rank not in gone and self.store.check([f"joined/{rank}"])]
-        self._peers.remember(joined)
+    def _joined(self) -> Sequence[int]:
+        return [rank for rank in self.all_ranks if self.store.check([f"joined/{rank}"])]
+
+    def _await(self, ranks: Sequence[int], limit: float, check: Callable[[], None]) -> Sequence[int]:
+        """Wait until these ranks no longer need the store, or have ended; returns the others."""
+        self._peers.remember(ranks)
         until = time.monotonic() + limit
-        while joined and time.monotonic() < until:
+        while ranks and time.monotonic() < until:
             check()
-            left = [rank for rank in joined if not self.store.check([f"done/{rank}"])]
+            left = [rank for rank in ranks if not self.store.check([f"done/{rank}"])]
             ended = self._peers.gone(left)
-            joined = [rank for rank in left if rank not in ended]
+            ranks = [rank for rank in left if rank not in ended]
             time.sleep(0.01)
-        return joined
+        return ranks
 
 
 def _place() -> Environment:

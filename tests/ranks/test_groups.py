@@ -186,6 +186,13 @@ def test_ranks_that_wait_for_each_other_in_other_places(tmp_path, what: str) -> 
         assert "Timeout" not in text and "(at script.py:" in text, (rank, text)
 
 
+def test_a_rank_that_joins_late_hears_of_a_failure_before_it(tmp_path) -> None:
+    """Rank 0, which serves the store, has failed by then; without it, rank 2 would wait for it to its time limit."""
+    late = 'import os, time\nif os.environ["RANK"] == "2":\n    time.sleep(2)\n'
+    results = run_bare(late + BEGIN + CROSSED["other ranks of a mesh"], tmp_path, 4, limit=35)
+    assert all(code == 1 and "ranks disagree on what comes next" in text for code, text in results), results
+
+
 def test_a_group_that_ends_first_leaves_the_other_its_job(tmp_path) -> None:
     """Rank 0 serves the store through which the others meet: it stays as long as they live, whatever the time limit."""
     script = """
