@@ -40,23 +40,26 @@ class Certified:
         return (value - self.bound) / abs(value) if value - self.bound > TOLERANCE * abs(value) else 0.0
 
 
-def solve(graph: CostGraph, most_cells: int = MOST_CELLS) -> Certified:
-    """The assignment that costs least, with its proof; one with a gap where its tables would be too large."""
+def solve(graph: CostGraph, most_cells: int = MOST_CELLS, known: Assignment | None = None) -> Certified:
+    """The assignment that costs least, with its proof; one with a gap where its tables would be too large.
+
+    known: a good assignment: labels that are in no better one are dropped sooner.
+    """
     order = elimination_order(graph.sizes(), graph.sides())
     if order.cells <= most_cells:
         best = eliminate(graph, order)
         return Certified(best, best.value)
-    return _Ascent(graph, most_cells).run()
+    return _Ascent(graph, most_cells, known or Assignment((), np.inf)).run()
 
 
 class _Ascent:
     """A cost graph from which labels are dropped; `kept` are the first numbers of those that are left."""
 
-    def __init__(self, graph: CostGraph, most_cells: int):
+    def __init__(self, graph: CostGraph, most_cells: int, known: Assignment):
         self.graph, self.most_cells = graph, most_cells
         self.kept = [np.arange(n) for n in graph.sizes()]
         self.messages = Messages(graph)
-        self.best = Assignment((), np.inf)
+        self.best = known
         self.bound = -np.inf
 
     def run(self) -> Certified:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from ..costs import computation
 from ..mesh import DeviceMesh
@@ -20,21 +21,45 @@ from .reshard_costs import Atoms
 _CARRIED = -1
 
 
+class Spot(NamedTuple):
+    """How a label was made: the layouts that it starts from, and for each atom the factor it is on, None, or carried."""
+
+    start: Layouts
+    at: tuple[int | None, ...]
+
+
+class Label(NamedTuple):
+    """A placement of an op; `spot` is None for a window."""
+
+    placement: Placement
+    spot: Spot | None
+
+
+class Near(NamedTuple):
+    """The labels that differ from one in where some atoms are, by their numbers."""
+
+    spot: Spot
+    free: frozenset[int]
+
+
 @functools.lru_cache(maxsize=1 << 12)
 def axis_labels(
     call: Call, rule: Rule, mesh: DeviceMesh, atoms: Atoms,
-    special: tuple[Layouts, ...] = (), reductions: tuple[Layout, ...] = (),
-) -> tuple[Placement, ...]:  # fmt: skip
+    special: tuple[Layouts, ...] = (), reductions: tuple[Layout, ...] = (), near: Near | None = None,
+) -> tuple[Label, ...]:  # fmt: skip
     """Every way to put each axis on one factor, on none, or under the terms of operands that the op carries.
 
     special: layouts that some annotation asks for and that no axis on a factor gives (`special_layouts`). Each is a
         start, to which the other axes are added.
     reductions: the layouts that the user gave the factors that are reduced, in the rule's order; () where none.
+    near: only the labels near one.
     """
     starts = [_with_reductions(rule, start, reductions) for start in ((WHOLE,) * len(rule.factors), *special)]
+    if near is not None:
+        starts = [near.spot.start]
     kinds = (FactorKind.BLOCK, FactorKind.REDUCE) if reductions else (FactorKind.BLOCK,)
     free = tuple(f for f, factor in enumerate(rule.factors) if factor.kind not in kinds)
-    each = (_enumerated(call, rule, mesh, atoms, start, free) for start in dict.fromkeys(starts))
+    each = (_enumerated(call, rule, mesh, atoms, start, free, near) for start in dict.fromkeys(starts))
     return distinct(itertools.chain.from_iterable(each))
 
 
@@ -44,26 +69,40 @@ def _with_reductions(rule: Rule, start: Layouts, reductions: tuple[Layout, ...])
     return tuple([next(given) if reductions and r else layout for r, layout in zip(is_reduced, start, strict=True)])
 
 
-def distinct(placements: Iterable[Placement]) -> tuple[Placement, ...]:
-    """Of placements with the same operands and results the first."""
-    found: dict[tuple[object, ...], Placement] = {}
-    for placement in placements:
-        found.setdefault((placement.operands, placement.results, placement.carry.operands, placement.step), placement)
+def distinct(labels: Iterable[Label]) -> tuple[Label, ...]:
+    """Of labels with the same operands and results the first."""
+    found: dict[tuple[object, ...], Label] = {}
+    for label in labels:
+        found.setdefault(identity(label.placement), label)
     return tuple(found.values())
 
 
+def identity(placement: Placement) -> tuple[object, ...]:
+    """What tells labels apart."""
+    return placement.operands, placement.results, placement.carry.operands, placement.step
+
+
 def _enumerated(
-    call: Call, rule: Rule, mesh: DeviceMesh, atoms: Atoms, start: Layouts, free: Sequence[int]
-) -> Iterator[Placement]:
-    used = {split.axis for layout in start for split in layout if split.bound}
-    axes, carried = [axis for axis in atoms if axis.axis not in used], carried_operands(call, rule)
-    places = [None, *free, *([_CARRIED] if carried else [])]
-    for at in itertools.product(places, repeat=len(axes)):
-        terms = canonical_partial([axis for axis, place in zip(axes, at, strict=True) if place == _CARRIED])
+    call: Call, rule: Rule, mesh: DeviceMesh, atoms: Atoms, start: Layouts, free: Sequence[int], near: Near | None
+) -> Iterator[Label]:
+    carried = carried_operands(call, rule)
+    for at in _spots(atoms, start, [None, *free, *([_CARRIED] if carried else [])], near):
+        terms = canonical_partial([axis for axis, place in zip(atoms, at, strict=True) if place == _CARRIED])
         carries = [Carry(terms, reduce, operands) for operands, reduce in carried] if terms else [NO_CARRY]
-        for layouts in _layouts(rule, start, axes, at):
+        for layouts in _layouts(rule, start, atoms, at):
             found = (placed(call, rule, mesh, layouts, carry) for carry in carries)
-            yield from (placement for placement in found if placement is not None)
+            yield from (Label(placement, Spot(start, at)) for placement in found if placement is not None)
+
+
+def _spots(
+    atoms: Atoms, start: Layouts, places: Sequence[int | None], near: Near | None
+) -> Iterable[tuple[int | None, ...]]:
+    """Where atoms may be; those of axes that the start uses are on nothing else."""
+    used = {split.axis for layout in start for split in layout if split.bound}
+    ways: list[Sequence[int | None]] = [(None,) if atom.axis in used else places for atom in atoms]
+    if near is not None:
+        ways = [way if n in near.free else (near.spot.at[n],) for n, way in enumerate(ways)]
+    return itertools.product(*ways)
 
 
 def _layouts(rule: Rule, start: Layouts, axes: Sequence[Split], at: Sequence[int | None]) -> Iterator[Layouts]:
@@ -78,13 +117,18 @@ def _layouts(rule: Rule, start: Layouts, axes: Sequence[Split], at: Sequence[int
                 gap = _gap(axes, at, n) if strides else 1
                 added = (Split(gap), axis) if gap > 1 else (axis,)
                 out[place] = (*out[place], *added)
-        pairs = [*zip(out, (factor.size for factor in rule.factors), strict=True)]
-        layouts = tuple([lay.canonical(layout, n) if layout else layout for layout, n in pairs])
-        even = all(
-            layout == begun or not n % lay.extent(layout) for (layout, n), begun in zip(pairs, start, strict=True)
-        )
-        if even and representable(rule, layouts) == layouts:
+        sizes = [factor.size for factor in rule.factors]
+        layouts = tuple([lay.canonical(layout, n) if layout else layout for layout, n in zip(out, sizes, strict=True)])
+        rows = zip(layouts, sizes, start, strict=True)
+        fits = all(layout == begun or _fits(layout, n) for layout, n, begun in rows)
+        if fits and representable(rule, layouts) == layouts:
             yield layouts
+
+
+def _fits(layout: Layout, n: int) -> bool:
+    """Whether all blocks are of one size, or one axis cuts a size that it does not divide, and most ranks have some."""
+    extent = lay.extent(layout)
+    return not n % extent or (len(layout) == 1 and extent < 2 * n)
 
 
 def _has_gaps(axes: Sequence[Split], at: Sequence[int | None]) -> bool:

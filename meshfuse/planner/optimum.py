@@ -7,6 +7,8 @@ closed forms; those that the answer uses are then worked out exactly, and the pr
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..graph import Graph
@@ -15,15 +17,18 @@ from ..placement.operand_layouts import Source
 from ..placement.options import Choice
 from ..propagation import ShardedDefinition
 from ..sharding.layout import Split
-from .dual_ascent import Certified, solve
+from .dual_ascent import TOLERANCE, Certified, solve
+from .labels import Label, Spot
 from .prices import Prices
 from .program import Program
-from .reshard_costs import Atoms, whole_axes
+from .reshard_costs import Atoms, AtomsOf, whole_axes
 
 # Times that a problem is solved at most; two suffice for most programs.
 _MOST_ROUNDS = 12
 # Parts of axes that labels are made of at most: each has an op's factors to be on.
 _MOST_PARTS = 4
+# Labels of all ops together that are considered at once.
+_MOST_LABELS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +53,79 @@ def optimum(graph: Graph, default_mesh: DeviceMesh, parts: bool = False) -> Opti
     parts: place the parts of axes one by one, too: 8 ranks as 2 x 2 x 2.
     """
     meshes = tuple(dict.fromkeys(note.mesh for note in graph.annotations.values())) or (default_mesh,)
-    program = Program(graph, meshes, Prices(parts_of_axes if parts else whole_axes))
+    named = _named_axes(graph)
+    program = Program(graph, meshes, Prices(whole_axes), _among(named, whole_axes))
+    found = _solved(program)
+    atoms_of = _among(named, parts_of_axes)
+    if parts and any(len(atoms_of(mesh)) > len(program.atoms_of(mesh)) for mesh in meshes):
+        if _count(graph, max(len(atoms_of(mesh)) for mesh in meshes)) <= _MOST_LABELS:
+            labels = [_in_atoms(program.atoms_of, atoms_of, label) for label in program.chosen(found.assignment.labels)]
+            program = Program(graph, meshes, program.prices.over(parts_of_axes), atoms_of)
+            found = _solved(program, labels)
+        else:
+            program, found = _in_parts(program, atoms_of, found)
+    return Optimum(_decoded(program, found.assignment.labels), found)
+
+
+def _count(graph: Graph, atoms: int) -> int:
+    """About how many labels the ops have."""
+    return sum((len(node.rule.factors) + 1) ** atoms for node in graph.nodes)
+
+
+def _named_axes(graph: Graph) -> frozenset[tuple[DeviceMesh, str]]:
+    """The axes that some annotation has; all others stay idle."""
+    found = {(s.mesh, split.axis) for s in graph.annotations.values()
+             for splits in (*s.dims, s.partial) for split in splits if split.bound}  # fmt: skip
+    layouts = {layout for layouts in graph.reductions.values() for layout in layouts}
+    axes = {split.axis for layout in layouts for split in layout if split.bound}
+    return frozenset(found | {(s.mesh, axis) for s in graph.annotations.values() for axis in axes})
+
+
+def _among(named: frozenset[tuple[DeviceMesh, str]], atoms_of: AtomsOf) -> AtomsOf:
+    return lambda mesh: tuple([atom for atom in atoms_of(mesh) if (mesh, atom.axis) in named])
+
+
+def _solved(program: Program, known: Sequence[Label] = ()) -> Certified:
+    """The best assignment, at prices that are exact for what it uses; `known` is a good one, if one is known."""
+    found = None
     for _ in range(_MOST_ROUNDS):
         program.build()
-        found = solve(program.costs)
+        labels = program.chosen(found.assignment.labels) if found is not None else known
+        found = solve(program.costs, known=program.assigned(labels) if labels else None)
         if not program.prices.correct(program.used(found.assignment.labels)):
             break
-    return Optimum(_decoded(program, found.assignment.labels), found)
+    assert found is not None
+    return found
+
+
+def _in_parts(program: Program, atoms_of: AtomsOf, found: Certified) -> tuple[Program, Certified]:
+    """The best assignment that is found by placing one part of an axis anew in all ops, or two, as long as that pays.
+
+    Each such problem is solved exactly.
+    """
+    prices = program.prices.over(parts_of_axes)
+    labels = [_in_atoms(program.atoms_of, atoms_of, label) for label in program.chosen(found.assignment.labels)]
+    count = max(len(atoms_of(mesh)) for mesh in program.meshes)
+    ways = [frozenset(free) for size in (1,) for free in itertools.combinations(range(count), size)]
+    best, idle, at = found.assignment.value, 0, 0
+    while idle < len(ways):
+        there = Program(program.graph, program.meshes, prices, atoms_of, labels, ways[at % len(ways)])
+        better = _solved(there, labels)
+        improved = better.assignment.value < best * (1 - TOLERANCE)
+        idle, at = (0 if improved else idle + 1), at + 1
+        if improved:
+            best, labels = better.assignment.value, there.chosen(better.assignment.labels)
+            program, found = there, better
+    return program, found
+
+
+def _in_atoms(axes_of: AtomsOf, atoms_of: AtomsOf, label: Label) -> Label:
+    """A label over whole axes with its axes' parts."""
+    if label.spot is None:
+        return label
+    mesh = label.placement.results[0].mesh
+    on = {axis.axis: at for axis, at in zip(axes_of(mesh), label.spot.at, strict=True)}
+    return label._replace(spot=Spot(label.spot.start, tuple([on[atom.axis] for atom in atoms_of(mesh)])))
 
 
 def _decoded(program: Program, chosen: tuple[int, ...]) -> ShardedDefinition:

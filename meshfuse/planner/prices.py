@@ -24,6 +24,12 @@ class Prices:
         self._tables: dict[tuple[Shardings, Shardings, TensorType], Costs] = {}
         self._exact: dict[Pair, float] = {}
 
+    def over(self, atoms_of: AtomsOf) -> Prices:
+        """The prices of other parts of axes, with what is known exactly."""
+        out = Prices(atoms_of)
+        out._exact = self._exact
+        return out
+
     def table(self, sources: Shardings, targets: Shardings, ttype: TensorType) -> Costs:
         """Seconds from every source to every target; inf where there is no way."""
         key = (sources, targets, ttype)

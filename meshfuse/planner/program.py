@@ -8,7 +8,7 @@ its result. An annotated tensor has its annotation for the copy.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -16,14 +16,18 @@ import numpy as np
 
 from ..graph import Graph, Node
 from ..mesh import DeviceMesh
+from ..ops.opdef import Call
 from ..ops.values import TensorType
 from ..placement.factors import Placement
 from ..placement.options import window_placements
 from ..sharding import layout as lay
+from ..sharding.layout import WHOLE
 from ..sharding.value import Sharding
 from .cost_graph import Between, Classes, CostGraph, Costs, Digits, FromEither, Same
-from .labels import axis_labels, own_seconds
+from .elimination import Assignment, eliminate, elimination_order
+from .labels import Label, Near, Spot, axis_labels, identity, own_seconds
 from .prices import Pair, Prices, Shardings
+from .reshard_costs import AtomsOf
 from .special_layouts import SpecialLayouts
 
 # Seconds that a copy costs at least: one that costs no more is made by slices, which need no sharing.
@@ -32,10 +36,16 @@ _FREE = 2e-13
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """The placements of an op, and the seconds of its own work in each."""
+    """The placements of an op, the seconds of its own work in each, and how each was made."""
 
     placements: tuple[Placement, ...]
     seconds: np.ndarray
+    spots: tuple[Spot | None, ...]
+
+    def number(self, placement: Placement) -> int:
+        """Which label a placement is."""
+        wanted = identity(placement)
+        return next(n for n, p in enumerate(self.placements) if identity(p) == wanted)
 
     def results(self, place: int) -> tuple[Shardings, Classes]:
         """The different shardings of a result, and which one each label makes."""
@@ -79,11 +89,18 @@ class Program:
     """The cost graph of a program at given prices.
 
     An input without an annotation is whole on all ranks of all meshes.
+
+    atoms_of: the axes of a mesh that ops may be on, or parts of axes.
+    around: a label of every op; only labels that differ from it in where the `free` atoms are (their numbers) are
+        then considered.
     """
 
     graph: Graph
     meshes: tuple[DeviceMesh, ...]
     prices: Prices
+    atoms_of: AtomsOf
+    around: Sequence[Label] = ()
+    free: frozenset[int] = frozenset()
     labels: list[Labels] = field(default_factory=list)
     costs: CostGraph = field(default_factory=CostGraph)
     inputs: dict[int, Shardings] = field(default_factory=dict)
@@ -100,7 +117,7 @@ class Program:
             self.makers |= {i: (node.id, place) for place, i in enumerate(node.outputs)}
             for place, i in enumerate(node.inputs):
                 self.readers.setdefault(i, {}).setdefault(node.id, []).append(place)
-        self.labels = all_labels(graph, self.meshes, self.prices, self.inputs)
+        self.labels = self._all_labels()
 
     def _given(self, tensor: int) -> Shardings:
         note = self.graph.annotations.get(tensor)
@@ -110,6 +127,64 @@ class Program:
     def ttype(self, tensor: int) -> TensorType:
         """The type of a tensor."""
         return self.graph.tensors[tensor].type
+
+    def _all_labels(self) -> list[Labels]:
+        """The labels of every op, on each mesh; an op with an annotated result is on the annotation's."""
+        graph, out = self.graph, list[Labels]()
+        special = {mesh: SpecialLayouts.of(graph, mesh) for mesh in self.meshes}
+        made = {i: dict.fromkeys(shardings) for i, shardings in self.inputs.items()}
+        for node in graph.nodes:
+            found = dict[tuple[object, ...], tuple[Label, float]]()
+            for mesh in self._meshes_of(node):
+                for label, seconds in self._labels_on(node, mesh, special[mesh], made):
+                    found.setdefault(identity(label.placement), (label, seconds))
+            placements, spots = zip(*[label for label, _ in found.values()], strict=True)
+            out.append(Labels(placements, np.array([seconds for _, seconds in found.values()]), spots))
+            for place, i in enumerate(node.outputs):
+                results = [p.results[place] for p in placements] + [*filter(None, [graph.annotations.get(i)])]
+                made[i] = dict.fromkeys([*results, *(s.reduced() for s in results)])
+        return out
+
+    def _meshes_of(self, node: Node) -> Sequence[DeviceMesh]:
+        if self.around:
+            return (self.around[node.id].placement.results[0].mesh,)
+        notes = [self.graph.annotations[i] for i in node.outputs if i in self.graph.annotations]
+        return [note.mesh for note in notes[:1]] or self.meshes
+
+    def _labels_on(
+        self, node: Node, mesh: DeviceMesh, special: SpecialLayouts, made: Mapping[int, dict[Sharding, None]]
+    ) -> Iterator[tuple[Label, float]]:
+        """An op's labels on one mesh, with their seconds."""
+        call, rule = node.call, node.rule
+        special.follow(node)
+        reductions, atoms, near = self.graph.reductions.get(node.id, ()), self.atoms_of(mesh), None
+        if self.around:
+            here = self.around[node.id]
+            near = Near(here.spot or Spot((WHOLE,) * len(rule.factors), (None,) * len(atoms)), self.free)
+            if here.spot is not None:
+                yield here, own_seconds(call, here.placement)
+        for label in axis_labels(
+            call, rule, mesh, atoms, special.of_op(node) if near is None else (), reductions, near
+        ):
+            yield label, own_seconds(call, label.placement)
+        if call.op.window is not None:
+            for placement, seconds in self._windows(node, mesh, special, made):
+                yield Label(placement, None), seconds
+
+    def _windows(
+        self, node: Node, mesh: DeviceMesh, special: SpecialLayouts, made: Mapping[int, dict[Sharding, None]]
+    ) -> list[tuple[Placement, float]]:
+        (result,) = node.outputs
+        asked = [Sharding(mesh, dims) for dims in special.of_tensor(result)]
+        asked += [note for note in (self.graph.annotations.get(result),) if note is not None and note.mesh == mesh]
+        if self.around:
+            asked.append(self.around[node.id].placement.results[0])
+        sources = [s for s in made[node.inputs[0]] if s.mesh == mesh]
+        windows = [found for s in sources
+                   for found in window_placements(node.call, node.rule, [s], [*asked, *_beside(node.call, s)])]  # fmt: skip
+        for placement, _ in windows:
+            special.add(result, placement.results[0].dims)
+        return windows
 
     def build(self) -> None:
         """Make the cost graph anew, at the prices of now. Variables are in program order: messages go along it."""
@@ -249,6 +324,20 @@ class Program:
         tables = self._read(shared.made, needs, tensor), from_copy
         return FromEither((shared.variable, reader), tables, sources, needs.classes)
 
+    def assigned(self, labels: Sequence[Label]) -> Assignment:
+        """The best assignment in which every op has a given label."""
+        kept = [np.arange(n) for n in self.costs.sizes()]
+        for node, label in zip(self.graph.nodes, labels, strict=True):
+            kept[self.variables[node.id]] = np.array([self.labels[node.id].number(label.placement)])
+        graph = self.costs.only(kept)
+        found = eliminate(graph, elimination_order(graph.sizes(), graph.sides()))
+        return Assignment(tuple(int(k[n]) for k, n in zip(kept, found.labels, strict=True)), found.value)
+
+    def chosen(self, chosen: Sequence[int]) -> list[Label]:
+        """Every op's label in an assignment."""
+        at = [(self.labels[node.id], chosen[self.variables[node.id]]) for node in self.graph.nodes]
+        return [Label(labels.placements[n], labels.spots[n]) for labels, n in at]
+
     # answers ----------------------------------------------------------------------------------------------------
 
     def placement(self, node: int, chosen: Sequence[int]) -> Placement:
@@ -271,12 +360,22 @@ class Program:
         placement, total = self.labels[node.id].placements[label], float(self.labels[node.id].seconds[label])
         for i, need in dict.fromkeys(zip(node.inputs, placement.operands, strict=True)):
             total += min([self.prices.seconds(s, need, self.ttype(i)) for s in self.there(i, chosen)])
+        for i in dict.fromkeys(node.inputs):
+            if i in self.inputs and next(iter(self.readers[i])) == node.id:  # The first reader pays for the copy.
+                made, *copy = self.there(i, chosen)
+                total += sum([self.prices.seconds(made, s, self.ttype(i)) for s in copy if i in self.shared])
         for i in node.outputs:
             made, *copy = self.there(i, chosen)
             total += sum([self.prices.seconds(made, s, self.ttype(i)) for s in copy])
-            if i in self.graph.outputs and i not in self.graph.annotations and not copy:
-                total += self.prices.seconds(made, self.left(i, chosen), self.ttype(i))
+            end = self._end_of(i, chosen)
+            if end is not None and not copy:
+                total += self.prices.seconds(made, end, self.ttype(i))
         return total
+
+    def _end_of(self, tensor: int, chosen: Sequence[int]) -> Sharding | None:
+        """Where a tensor must be in the end: at its annotation, or where an output is left."""
+        note = self.graph.annotations.get(tensor)
+        return note or (self.left(tensor, chosen) if tensor in self.graph.outputs else None)
 
     def left(self, tensor: int, chosen: Sequence[int]) -> Sharding:
         """Where a free output is left: where it is made, or at its copy if that is reduced, or where a sum ends."""
@@ -302,48 +401,24 @@ class Program:
         return [*((have, need, ttype) for have in there for need in needs), *((there[0], s, ttype) for s in there[1:])]
 
 
+def _beside(call: Call, source: Sharding) -> Iterator[Sharding]:
+    """Shardings of a window whose source lies over ranks along dims that the window changes: these axes on another."""
+    shape, target = call.types[0].shape, call.results[0].shape
+    if len(shape) != len(target):
+        return
+    changed = [d for d, (n, m) in enumerate(zip(shape, target, strict=True)) if n != m]
+    moved = tuple([axis for d in changed for axis in lay.axes(source.dims[d])])
+    is_uneven = any(not lay.is_even(source.dims[d], shape[d]) for d in changed)
+    for d, n in enumerate(target):
+        layout = lay.canonical((*source.dims[d], *moved), n) if moved and d not in changed else ()
+        if layout and (not n % lay.extent(layout) or (is_uneven and lay.extent(layout) <= n)):
+            dims = [WHOLE if e in changed else layout if e == d else o for e, o in enumerate(source.dims)]
+            yield Sharding(source.mesh, tuple(dims))
+
+
 def _scattered(made: Sharding, dim: int, n: int) -> Sharding | None:
     """A sum scattered over a dim; None where that does not divide."""
     layout = (*made.dims[dim], *made.partial)
     if n % lay.extent(layout):
         return None
     return made.reduced().with_dims([lay.canonical(layout, n) if d == dim else o for d, o in enumerate(made.dims)])
-
-
-def all_labels(
-    graph: Graph, meshes: Sequence[DeviceMesh], prices: Prices, inputs: Mapping[int, Shardings]
-) -> list[Labels]:
-    """The labels of every op, on each of these meshes; an op with an annotated result is on the annotation's."""
-    special, out = {mesh: SpecialLayouts.of(graph, mesh) for mesh in meshes}, list[Labels]()
-    made = {i: dict.fromkeys(shardings) for i, shardings in inputs.items()}
-    for node in graph.nodes:
-        notes = [graph.annotations[i] for i in node.outputs if i in graph.annotations]
-        on = [note.mesh for note in notes[:1]] or meshes
-        found = [label for mesh in on for label in _labels_on(graph, node, mesh, prices, special[mesh], made)]
-        out.append(Labels(tuple([p for p, _ in found]), np.array([seconds for _, seconds in found])))
-        for place, i in enumerate(node.outputs):
-            results = [p.results[place] for p, _ in found] + [*filter(None, [graph.annotations.get(i)])]
-            made[i] = dict.fromkeys([*results, *(s.reduced() for s in results)])
-    return out
-
-
-def _labels_on(
-    graph: Graph, node: Node, mesh: DeviceMesh, prices: Prices, special: SpecialLayouts,
-    made: Mapping[int, dict[Sharding, None]],
-) -> list[tuple[Placement, float]]:  # fmt: skip
-    """An op's labels on one mesh, with their seconds."""
-    call, rule = node.call, node.rule
-    special.follow(node)
-    reductions = graph.reductions.get(node.id, ())
-    placements = axis_labels(call, rule, mesh, prices.atoms_of(mesh), special.of_op(node), reductions)
-    found = [(p, own_seconds(call, p)) for p in placements]
-    if call.op.window is not None:
-        (result,) = node.outputs
-        asked = [Sharding(mesh, dims) for dims in special.of_tensor(result)]
-        asked += [note for note in (graph.annotations.get(result),) if note is not None and note.mesh == mesh]
-        sources = [s for s in made[node.inputs[0]] if s.mesh == mesh]
-        windows = list(window_placements(call, rule, sources, asked))
-        for placement, _ in windows:
-            special.add(result, placement.results[0].dims)
-        found += windows
-    return found

@@ -22,6 +22,7 @@ from ..mesh import DeviceMesh
 from ..ops.values import TensorType
 from ..reshard.prices import EXCHANGE_SECONDS, SLICE_SECONDS, STEP_SECONDS, between, link_over
 from ..reshard.search import plan
+from ..sharding import layout as lay
 from ..sharding.layout import Split
 from ..sharding.value import Sharding
 from .cost_graph import Costs
@@ -29,6 +30,8 @@ from .cost_graph import Costs
 _Forms = Callable[[int], tuple[Form, ...]]
 # Where an axis may be: on a dim (its number), on none, or holding terms of a reduction.
 _NOWHERE, _PARTIAL = -1, -2
+# Pairs of one table whose cheapest paths are searched because closed forms are rough for them.
+_MOST_EXACT = 256
 
 
 Atoms = tuple[Split, ...]
@@ -77,12 +80,14 @@ class _Side:
     above: np.ndarray
     nbytes: np.ndarray
     reductions: np.ndarray
+    uneven: np.ndarray
 
 
 def _side(shardings: Sequence[Sharding], ttype: TensorType, atoms: Atoms) -> _Side:
     places = np.array([_places(s, atoms) for s in shardings], dtype=np.int64).reshape(len(shardings), len(atoms), 2)
     nbytes = np.array([s.max_local_numel(ttype.shape) * float(ttype.dtype.itemsize) for s in shardings])
-    return _Side(places[..., 0], places[..., 1], nbytes, np.array([s.reduce for s in shardings]))
+    uneven = np.array([not all(map(lay.is_even, s.dims, ttype.shape)) for s in shardings], dtype=bool)
+    return _Side(places[..., 0], places[..., 1], nbytes, np.array([s.reduce for s in shardings]), uneven)
 
 
 AtomsOf = Callable[[DeviceMesh], Atoms]
@@ -129,9 +134,23 @@ def _within(sources: Sequence[Sharding], targets: Sequence[Sharding], ttype: Ten
             _side([side[n] for n in there], ttype, atoms) for side, there in zip((sources, targets), known, strict=True)
         ]
         out[np.ix_(*known)] = _between(sides[0], sides[1], sources[0].mesh, atoms)
+        for n, m in _rough_pairs(sides[0], sides[1], known):
+            out[n, m] = exact_seconds(sources[n], targets[m], ttype)
     for n, m in _unknown_pairs(known, out.shape):
         out[n, m] = exact_seconds(sources[n], targets[m], ttype)
     return out
+
+
+def _rough_pairs(sources: _Side, targets: _Side, known: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+    """Pairs for which closed forms are rough; none where these are many.
+
+    Blocks of a dim that change places, and uneven ones.
+    """
+    same = (sources.places[:, None] == targets.places[None, :]) & (sources.places[:, None] >= 0)
+    rough = (same & (sources.above[:, None] != targets.above[None, :])).any(-1)
+    found = np.argwhere(rough | sources.uneven[:, None] | targets.uneven[None, :])
+    for n, m in found if len(found) <= _MOST_EXACT else ():
+        yield known[0][n], known[1][m]
 
 
 def _unknown_pairs(known: Sequence[Sequence[int]], shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:

@@ -1,7 +1,7 @@
-"""Layouts that annotations ask for and that no axis on a factor gives: axes inside a dim's blocks, or uneven ones.
+"""Layouts that annotations ask for and that no axis on a factor gives: axes inside a dim's blocks, uneven ones.
 
 The shards of a fused weight are strided: rank r has part r of each of its matrices. Seven rows over four ranks are cut
-unevenly. Such layouts are followed through the ops' rules, forward and back; each is then a start for the labels of all
+unevenly. A dim over two axes may have the mesh's second axis as its major one. Such layouts are followed through the ops' rules, forward and back; each is then a start for the labels of all
 the ops that it reaches.
 """
 
@@ -22,9 +22,10 @@ Dims = tuple[Layout, ...]
 _MOST = 8
 
 
-def is_special(layout: Layout, n: int) -> bool:
-    """Whether an axis lies inside the blocks of a dim of size n, or cuts it unevenly."""
-    return any(not split.bound for split in layout) or not lay.is_even(layout, n)
+def is_special(mesh: DeviceMesh, layout: Layout, n: int) -> bool:
+    """Whether axes lie inside the blocks of a dim of size n, cut it unevenly, or are in another order than the mesh's."""
+    order = [(mesh.names.index(split.axis), split.pre) for split in layout if split.bound]
+    return len(order) < len(layout) or order != sorted(order) or not lay.is_even(layout, n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +33,13 @@ class SpecialLayouts:
     """Layouts of each tensor's dims on one mesh that follow from annotations, the special ones among them."""
 
     graph: Graph
+    mesh: DeviceMesh
     dims: dict[int, dict[Dims, None]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: Graph, mesh: DeviceMesh) -> SpecialLayouts:
         """Those that the annotations of a graph ask for, and what follows from them."""
-        found = cls(graph)
+        found = cls(graph, mesh)
         for tensor, sharding in graph.annotations.items():
             if sharding.mesh == mesh:
                 found.add(tensor, sharding.dims)
@@ -45,17 +47,20 @@ class SpecialLayouts:
             found.follow(node)
         return found
 
+    def _is_special(self, layout: Layout, n: int) -> bool:
+        return is_special(self.mesh, layout, n)
+
     def of_op(self, node: Node) -> tuple[Layouts, ...]:
         """The special layouts of an op's factors that its operands and results ask for, all other factors whole."""
         sizes = [factor.size for factor in node.rule.factors]
-        only = (tuple([lt if is_special(lt, n) else WHOLE for lt, n in zip(found, sizes, strict=True)])
+        only = (tuple([lt if self._is_special(lt, n) else WHOLE for lt, n in zip(found, sizes, strict=True)])
                 for found in self._asked(node))  # fmt: skip
         return tuple(dict.fromkeys(layouts for layouts in only if any(layouts)))
 
     def of_tensor(self, tensor: int) -> tuple[Dims, ...]:
         """The layouts of a tensor's dims of which some are special."""
         found, shape = self.dims.get(tensor, ()), self.graph.shape(tensor)
-        return tuple(dims for dims in found if any(map(is_special, dims, shape)))
+        return tuple(dims for dims in found if any(map(self._is_special, dims, shape)))
 
     def follow(self, node: Node) -> None:
         """Add what the op's tensors are in the layouts that some of them ask for."""
