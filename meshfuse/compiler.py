@@ -1,7 +1,7 @@
 """The stages in their order: the module to read first.
 
 definition → `specialize` → `split_biases` → `unify_links` → `apply_distributed_forms` (by `propagate`) →
-`fuse_mean_variance` → `searched` → `split_concats` → `update_in_place` → `reassociate_sums` → `merge_windows` →
+`fuse_mean_variance` → `split_concats` → `update_in_place` → `reassociate_sums` → `merge_windows` →
 `lower_ring_ops` → `widen_sums` → `insert_resharding` → `hoist_reshards` → `rematerialize_gathers` →
 `bucket_collectives` →
 `pipeline_chunks` → `segment` → `lower_to_host_ir` → executor. Every stage is a function from one printable value to the
@@ -30,13 +30,10 @@ from .lowering.pipeline_chunks import pipeline_chunks
 from .lowering.schedule import IN_FLIGHT
 from .lowering.segments import SegmentedDefinition, segment
 from .mesh import DeviceMesh
-from .placement.growth import EPSILON
 from .planner.effort import Effort
-from .planner.plan_cache import planned
-from .planner.plan_cost import better, plan_cost
-from .planner.search import searched, searched_far
-from .planner.shape_reuse import PLANS
-from .propagation import ShardedDefinition, ends
+from .plans.plan_cache import planned
+from .plans.shape_reuse import PLANS
+from .propagation import Planner, ShardedDefinition, cheaper, ends, propagate
 from .reshard.borders import Borders
 from .reshard.bucketing import bucket_collectives
 from .reshard.hoist_reshards import hoist_reshards
@@ -113,11 +110,11 @@ def compile_definition(
     default_mesh: the mesh of a program that no annotation puts on one.
     max_memory: bytes that a rank may hold; None for any number.
     near_factor: above 1, the plan of other sizes is taken over if all of them are within this factor
-        (`planner.shape_reuse`).
+        (`plans.shape_reuse`).
 
     borders: how inputs are passed and outputs returned; None for as they are annotated and as the plan leaves them.
 
-    A plan that took long is kept on disk (`planner.plan_cache`).
+    A plan that took long is kept on disk (`plans.plan_cache`).
     """
     with no_collection():
         graph = _graph(recording, shapes, scalars)
@@ -171,14 +168,17 @@ def _graph(recording: Recording, shapes: Mapping[int, tuple[int, ...]], scalars:
 def decided(graph: Graph, default_mesh: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
     """The best plan over all the forms in which the graph's ops may be written.
 
-    Far searches take longest: only the form that looks best is planned by them, and the one that the user wrote.
+    The forms are compared by their plans over whole axes. Parts of axes are placed in the best one, and in what the
+    user wrote.
     """
-    plain, best = _forms(graph, default_mesh, effort)
+    plan = functools.partial(propagate, default_mesh=default_mesh)
+    plain, best = _forms(graph, plan) if effort.rewrites else (plan(graph),) * 2
     for other in _rewritten(graph) if effort.rewrites else ():
-        if plan_cost(best).moving > EPSILON:
-            best = better(best, _forms(other, default_mesh, effort)[1])
+        best = cheaper(best, _forms(other, plan)[1])
+    if not effort.in_parts(graph):
+        return best
     plans = (plain,) if best is plain else (plain, best)
-    return functools.reduce(better, [searched_far(plan, default_mesh, effort) for plan in plans])
+    return functools.reduce(cheaper, [propagate(found.graph, default_mesh, parts=True) for found in plans], best)
 
 
 def _rewritten(graph: Graph) -> Iterator[Graph]:
@@ -189,19 +189,17 @@ def _rewritten(graph: Graph) -> Iterator[Graph]:
             yield graph
 
 
-def _forms(graph: Graph, default_mesh: DeviceMesh, effort: Effort) -> tuple[ShardedDefinition, ShardedDefinition]:
+def _forms(graph: Graph, plan: Planner) -> tuple[ShardedDefinition, ShardedDefinition]:
     """The plan of the graph as it is, and the best plan over the forms in which its ops may be written."""
 
-    def plan(form: Graph) -> ShardedDefinition:
-        return searched(
-            fuse_mean_variance(apply_distributed_forms(form, default_mesh), default_mesh), default_mesh, effort
-        )
+    def with_forms(form: Graph) -> ShardedDefinition:
+        return fuse_mean_variance(apply_distributed_forms(form, plan), plan)
 
-    plain = plan(graph)
+    plain = with_forms(graph)
     found = update_in_place(
-        graph, lambda form: split_concats(form, lambda last: plain if last is graph else plan(last), effort), effort
+        graph, lambda form: split_concats(form, lambda last: plain if last is graph else with_forms(last))
     )
-    return plain, merge_windows(reassociate_sums(found, default_mesh, effort), default_mesh, effort)
+    return plain, merge_windows(reassociate_sums(found, plan), plan)
 
 
 def compile_sharded(

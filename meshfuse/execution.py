@@ -34,7 +34,7 @@ from .kernels import in_stride_order
 from .lowering.segments import Segment
 from .mesh import DeviceMesh
 from .ops.values import TensorRef
-from .planner.shape_reuse import nearness
+from .plans.shape_reuse import nearness
 from .programs import Programs
 from .report.bill import table
 from .runtime.world import World

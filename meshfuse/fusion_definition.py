@@ -24,7 +24,7 @@ from .gc_pause import no_collection
 from .host_ir import HostProgram
 from .mesh import DeviceMesh
 from .ops.opdef import OpDef
-from .planner.halves import write_halves
+from .plans.halves import write_halves
 from .preparation import prepared
 from .programs import Programs, Shapes
 from .report.bill import Bill, bill_of

@@ -9,10 +9,10 @@ from .compiler import CompiledProgram, compile_definition, decided_without
 from .definition.recording import Recording
 from .errors import SourceLine, user_error
 from .mesh import DeviceMesh
-from .planner.binding_times import HalvedPlan
-from .planner.halves import write_halves
-from .planner.keeping import Keeping
-from .planner.plan_cost import PlanCost, plan_cost
+from .plans.binding_times import HalvedPlan
+from .plans.halves import write_halves
+from .plans.keeping import Keeping
+from .plans.plan_cost import PlanCost, plan_cost
 from .programs import Programs
 from .propagation import ShardedDefinition
 from .reshard.rematerialize import peak

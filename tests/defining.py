@@ -13,7 +13,7 @@ from meshfuse.compiler import CompiledProgram, _graph, compile_sharded
 from meshfuse.executor.arguments import Inputs
 from meshfuse.graph import Graph, specialize
 from meshfuse.lowering.instructions import Collective
-from meshfuse.planner.shape_reuse import Plans
+from meshfuse.plans.shape_reuse import Plans
 
 
 def graph_of(fd: mf.FusionDefinition) -> Graph:

@@ -1,7 +1,7 @@
 """The best plan of a small program by trying every placement of every op, to hold planning to.
 
 A placement puts each axis of the mesh, whole, on one of the op's factors or on none; sums may stay unreduced as long as
-ops carry them. What a plan costs is what planning weighs (`planner.plan_cost`): moves count for a third more than
+ops carry them. What a plan costs is what planning weighs (`plans.plan_cost`): moves count for a third more than
 computation. Parts of plans that cost more than the best one so far are not gone on with.
 """
 
@@ -18,7 +18,7 @@ from meshfuse.mesh import DeviceMesh
 from meshfuse.ops.rules import FactorKind, Rule
 from meshfuse.placement.factors import NO_CARRY, Carry, Layouts, Placement, carries, placed
 from meshfuse.placement.options import cheapest
-from meshfuse.planner.plan_cost import WORTH, PlanCost
+from meshfuse.plans.plan_cost import WORTH, PlanCost
 from meshfuse.sharding.layout import WHOLE, Layout, Split, canonical, extent
 from meshfuse.sharding.value import Sharding
 

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 import meshfuse
-from meshfuse.planner.shape_reuse import PLANS
+from meshfuse.plans.shape_reuse import PLANS
 
 # What asks the system for something, by module; less what cannot be refused, or does not say so.
 _SYSTEM = ("posix", "_io", "fcntl")

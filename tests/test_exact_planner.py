@@ -22,7 +22,7 @@ from meshfuse.ops.values import TensorType
 from meshfuse.planner.cost_graph import Between, Classes, CostGraph, FromEither, Same
 from meshfuse.planner.dual_ascent import solve
 from meshfuse.planner.optimum import _decoded, optimum, parts_of_axes
-from meshfuse.planner.plan_cost import plan_cost
+from meshfuse.plans.plan_cost import plan_cost
 from meshfuse.planner.prices import Prices
 from meshfuse.planner.program import Program
 from meshfuse.planner.reshard_costs import exact_seconds, reshard_costs, whole_axes

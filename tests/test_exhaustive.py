@@ -9,7 +9,7 @@ import pytest
 import meshfuse as mf
 from defining import graph_of
 from exhaustive import MOVES, Exhaustive, weighed
-from meshfuse.planner.plan_cost import plan_cost
+from meshfuse.plans.plan_cost import plan_cost
 
 T = mf.TensorView
 SIZES = (128, 512, 1024, 2048, 4096)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import meshfuse as mf
 import meshfuse.nvfuser_direct as nvfuser
 from meshfuse.number_text import duration, figures, micro
-from meshfuse.planner.plan_cache import packed, unpacked
+from meshfuse.plans.plan_cache import packed, unpacked
 from meshfuse.report.explain import explain_tensor
 from meshfuse.testing import annotations, definitions, inputs_for
 from test_explain import lines

@@ -13,11 +13,11 @@ from defining import graph_of
 from interpreter import has_reference, interpret
 from meshfuse.compiler import compile_sharded, decided
 from meshfuse.graph import Graph
-from meshfuse.placement.repeated_layers import KEPT, LONG, Folded, repeated_layers
+from meshfuse.planner.repeated_layers import KEPT, LONG, Folded, repeated_layers
 from meshfuse.planner import effort as planning_effort
 from meshfuse.planner import search as planning_search
 from meshfuse.planner.effort import MOST, Effort
-from meshfuse.planner.plan_cost import plan_cost
+from meshfuse.plans.plan_cost import plan_cost
 from meshfuse.propagation import Propagation, ShardedDefinition, propagate
 from meshfuse.report.bill import bill_of
 from meshfuse.testing import assert_same_as_unsharded, inputs_for

@@ -13,7 +13,7 @@ from defining import graph_of
 from meshfuse.definition.tensor_view import TensorView
 from meshfuse.ops.values import TensorRef
 from meshfuse.planner import search
-from meshfuse.planner.plan_cache import packed, unpacked
+from meshfuse.plans.plan_cache import packed, unpacked
 from meshfuse.sharding.value import Sharding
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
 

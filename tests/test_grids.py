@@ -14,7 +14,7 @@ import meshfuse as mf
 from bill_classes.grids import CLASSES
 from defining import graph_of
 from meshfuse.planner.grids import MOST_WAYS, Grid, grids
-from meshfuse.planner.plan_cost import plan_cost
+from meshfuse.plans.plan_cost import plan_cost
 from meshfuse.planner.search import GRID_OPS
 from meshfuse.propagation import THOROUGH, Propagation
 from meshfuse.sharding import layout as lay

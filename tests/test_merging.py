@@ -15,7 +15,7 @@ import meshfuse as mf
 from meshfuse import compiler
 from meshfuse.compiler import CompiledProgram
 from meshfuse.lowering.instructions import Collective
-from meshfuse.planner import plan_cache as plan_cache
+from meshfuse.plans import plan_cache
 
 # Starting a message takes as long as a hundred bytes.
 LINK = mf.Link(1e9, 1e-7)

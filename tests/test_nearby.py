@@ -19,7 +19,7 @@ import meshfuse as mf
 from interpreter import has_reference, interpret
 from meshfuse.compiler import CompiledProgram, compile_definition
 from meshfuse.executor.arguments import Inputs
-from meshfuse.planner import shape_reuse as nearby
+from meshfuse.plans import shape_reuse as nearby
 from meshfuse.testing import annotations, assert_same_as_unsharded, definitions, inputs_for
 
 WORLD = mf.DeviceMesh([0])

@@ -13,7 +13,7 @@ import meshfuse as mf
 from defining import graph_of
 from meshfuse.compiler import decided
 from meshfuse.graph import Graph
-from meshfuse.planner.plan_cost import plan_cost
+from meshfuse.plans.plan_cost import plan_cost
 from meshfuse.sharding.layout import Split
 from meshfuse.sharding.value import Sharding
 

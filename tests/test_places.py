@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import meshfuse as mf
 from meshfuse.dtypes import Category
 from meshfuse.graph import specialize
-from meshfuse.planner import plan_cache as plan_cache
+from meshfuse.plans import plan_cache
 from meshfuse.rewrites import update_in_place as in_place
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
 

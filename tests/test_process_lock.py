@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from meshfuse import disk_cache
-from meshfuse.planner.process_lock import in_turn
+from meshfuse.plans.process_lock import in_turn
 
 SOURCE = Path(__file__).resolve().parents[1]
 # Says when its planning begins, which takes as many seconds as it is told.

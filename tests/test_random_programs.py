@@ -15,7 +15,7 @@ import meshfuse as mf
 from interpreter import has_reference, interpret
 from laws import LAWS, Law, annotated_with_all, annotated_with_one
 from meshfuse.ops import OPS
-from meshfuse.planner.plan_cost import plan_cost
+from meshfuse.plans.plan_cost import plan_cost
 from meshfuse.propagation import ShardedDefinition
 from meshfuse.testing import annotations, assert_same_as_unsharded, definitions, inputs_for, shapes_for
 from meshfuse.testing.blocks import FAMILIES

@@ -10,7 +10,7 @@ import torch
 
 import meshfuse as mf
 from defining import graph_of, random_inputs
-from meshfuse.planner import plan_cache as plan_cache
+from meshfuse.plans import plan_cache
 from meshfuse.planner.effort import MOST
 from meshfuse.rewrites.reassociate_sums import Regrouped
 from meshfuse.testing import assert_same_as_unsharded

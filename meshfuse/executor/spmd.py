@@ -18,7 +18,7 @@ from ..lowering.instructions import CommunicationCall
 from ..lowering.segments import Segment
 from ..mesh import DeviceMesh
 from ..ops.values import ScalarRef
-from ..planner.shape_reuse import RENEWED
+from ..plans.shape_reuse import RENEWED
 from ..runtime.reductions import dense
 from ..runtime.world import World
 from ..sharding.data import INTEGERS, unshard

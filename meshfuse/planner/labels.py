@@ -22,7 +22,7 @@ _CARRIED = -1
 
 
 class Spot(NamedTuple):
-    """How a label was made: the layouts that it starts from, and for each atom the factor it is on, None, or carried."""
+    """How a label was made: the layouts it starts from, and by atom the factor that it is on, None, or carried."""
 
     start: Layouts
     at: tuple[int | None, ...]

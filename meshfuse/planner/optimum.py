@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..graph import Graph
+from ..graph import Graph, Node
 from ..mesh import DeviceMesh
-from ..placement.operand_layouts import Source
-from ..placement.options import Choice
-from ..propagation import ShardedDefinition
+from ..placement.options import Choice, RunnerUp
 from ..sharding.layout import Split
+from ..sharding.value import Sharding
 from .dual_ascent import TOLERANCE, Certified, solve
 from .labels import Label, Spot
 from .prices import Prices
@@ -33,13 +32,14 @@ _MOST_LABELS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """A plan, the seconds that it takes, and a bound that no plan of these labels takes less than.
+    """A choice for every op, where tensors are, and the certificate: the seconds, and what no plan of labels is below.
 
     Both are at the prices of the last round. Reshards that the plan does not use are priced in closed form, which for
     some is dearer than their cheapest path: the proof is of these prices.
     """
 
-    sharded: ShardedDefinition
+    choices: tuple[Choice, ...]
+    shardings: Mapping[int, Sharding]
     certified: Certified
 
     @property
@@ -64,7 +64,7 @@ def optimum(graph: Graph, default_mesh: DeviceMesh, parts: bool = False) -> Opti
             found = _solved(program, labels)
         else:
             program, found = _in_parts(program, atoms_of, found)
-    return Optimum(_decoded(program, found.assignment.labels), found)
+    return _decoded(program, found)
 
 
 def _count(graph: Graph, atoms: int) -> int:
@@ -128,18 +128,31 @@ def _in_atoms(axes_of: AtomsOf, atoms_of: AtomsOf, label: Label) -> Label:
     return label._replace(spot=Spot(label.spot.start, tuple([on[atom.axis] for atom in atoms_of(mesh)])))
 
 
-def _decoded(program: Program, chosen: tuple[int, ...]) -> ShardedDefinition:
-    graph, shardings = program.graph, {i: given[0] for i, given in program.inputs.items()}
-    placements = [program.placement(node.id, chosen) for node in graph.nodes]
-    for node, placement in zip(graph.nodes, placements, strict=True):
-        shardings.update(zip(node.outputs, placement.results, strict=True))
+def _decoded(program: Program, found: Certified) -> Optimum:
+    graph, chosen = program.graph, found.assignment.labels
+    shardings = {i: given[0] for i, given in program.inputs.items()}
+    for node in graph.nodes:
+        shardings.update(zip(node.outputs, program.placement(node.id, chosen).results, strict=True))
     free = [i for i in graph.outputs if i in program.makers and i not in graph.annotations]
     shardings |= {i: program.left(i, chosen) for i in free} | dict(graph.annotations)
-    seconds = [program.seconds(node, chosen) for node in graph.nodes]
-    choices = [Choice(p, Source("whole"), s) for p, s in zip(placements, seconds, strict=True)]
-    sharded = ShardedDefinition(graph, tuple(choices), shardings)
-    sharded.verify()
-    return sharded
+    choices = tuple([_choice(program, node, chosen) for node in graph.nodes])
+    return Optimum(choices, shardings, found)
+
+
+def _choice(program: Program, node: Node, chosen: Sequence[int]) -> Choice:
+    placement, seconds = program.placement(node.id, chosen), program.seconds(node, chosen)
+    return Choice(
+        placement, program.source(node, placement, chosen), seconds, _runner_up(program, node, seconds, chosen)
+    )
+
+
+def _runner_up(program: Program, node: Node, seconds: float, chosen: Sequence[int]) -> RunnerUp | None:
+    """The placement that costs least beside the chosen one if all other ops stay; None if there is none."""
+    found = program.next_best(node.id, chosen)
+    if found is None:
+        return None
+    placement, more = found
+    return RunnerUp(program.source(node, placement, chosen), seconds + more, placement.operands, placement.results)
 
 
 @functools.lru_cache(maxsize=1 << 10)

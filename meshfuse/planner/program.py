@@ -19,11 +19,11 @@ from ..mesh import DeviceMesh
 from ..ops.opdef import Call
 from ..ops.values import TensorType
 from ..placement.factors import Placement
-from ..placement.options import window_placements
+from ..placement.options import Source, window_placements
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE
 from ..sharding.value import Sharding
-from .cost_graph import Between, Classes, CostGraph, Costs, Digits, FromEither, Same
+from .cost_graph import Between, Classes, CostGraph, Costs, Digits, Edge, FromEither, Same
 from .elimination import Assignment, eliminate, elimination_order
 from .labels import Label, Near, Spot, axis_labels, identity, own_seconds
 from .prices import Pair, Prices, Shardings
@@ -108,6 +108,7 @@ class Program:
     readers: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # by tensor and op, at which operands
     variables: dict[int, int] = field(default_factory=dict)  # of ops
     shared: dict[int, Shared] = field(default_factory=dict)
+    edges_of: list[list[Edge]] = field(default_factory=list)  # by variable
     limit: float = 0.0
 
     def __post_init__(self) -> None:
@@ -180,8 +181,8 @@ class Program:
         if self.around:
             asked.append(self.around[node.id].placement.results[0])
         sources = [s for s in made[node.inputs[0]] if s.mesh == mesh]
-        windows = [found for s in sources
-                   for found in window_placements(node.call, node.rule, [s], [*asked, *_beside(node.call, s)])]  # fmt: skip
+        wanted = [(s, [*asked, *_beside(node.call, s)]) for s in sources]
+        windows = [found for s, ends in wanted for found in window_placements(node.call, node.rule, [s], ends)]
         for placement, _ in windows:
             special.add(result, placement.results[0].dims)
         return windows
@@ -196,6 +197,10 @@ class Program:
             reserved |= {i: self._reserved(i) for i in node.outputs}
         for i, variable in reserved.items():
             self._add_tensor(i, variable)
+        self.edges_of = [[] for _ in self.costs.costs]
+        for edge in self.costs.edges:
+            for variable in edge.sides:
+                self.edges_of[variable].append(edge)
 
     def _reserved(self, tensor: int) -> int | None:
         """A variable for a tensor that has several readers, its place as an output or an annotation among them."""
@@ -371,6 +376,35 @@ class Program:
             if end is not None and not copy:
                 total += self.prices.seconds(made, end, self.ttype(i))
         return total
+
+    def source(self, node: Node, placement: Placement, chosen: Sequence[int]) -> Source:
+        """What a placement of an op follows: an operand that is there already, a result that is asked for so."""
+        if placement.step is not None:
+            return Source("pieces")
+        if placement.carry.operands:
+            return Source("carry", placement.carry.operands[0])
+        rows = [*enumerate(zip(node.inputs, placement.operands, strict=True))]
+        for place, (i, need) in sorted(rows, key=lambda row: -self.ttype(row[1][0]).nbytes):
+            if need.splits and need in self.there(i, chosen):
+                return Source("operand", place)
+        for place, made in enumerate(placement.results):
+            if made.splits:
+                return Source("result", place)
+        return Source("whole")
+
+    def next_best(self, node: int, chosen: Sequence[int]) -> tuple[Placement, float] | None:
+        """The label that costs least but for the chosen one if all others stay, and how much more it costs."""
+        variable, labels = self.variables[node], self.labels[node]
+        costs = self.costs.costs[variable].copy()
+        for edge in self.edges_of[variable]:
+            side = edge.sides.index(variable)
+            other = np.full(len(self.costs.costs[edge.sides[1 - side]]), np.inf)
+            other[chosen[edge.sides[1 - side]]] = 0.0
+            costs += edge.passed(other, back=side == 0)
+        taken = costs[chosen[variable]]
+        costs[chosen[variable]] = np.inf
+        best = int(costs.argmin())
+        return (labels.placements[best], float(costs[best] - taken)) if costs[best] < taken + self.limit else None
 
     def _end_of(self, tensor: int, chosen: Sequence[int]) -> Sharding | None:
         """Where a tensor must be in the end: at its annotation, or where an output is left."""

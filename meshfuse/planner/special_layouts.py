@@ -1,8 +1,8 @@
 """Layouts that annotations ask for and that no axis on a factor gives: axes inside a dim's blocks, uneven ones.
 
 The shards of a fused weight are strided: rank r has part r of each of its matrices. Seven rows over four ranks are cut
-unevenly. A dim over two axes may have the mesh's second axis as its major one. Such layouts are followed through the ops' rules, forward and back; each is then a start for the labels of all
-the ops that it reaches.
+unevenly. A dim over two axes may have the mesh's second axis as its major one. Such layouts are followed through the
+ops' rules, forward and back; each is then a start for the labels of all the ops that it reaches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST = 8
 
 
 def is_special(mesh: DeviceMesh, layout: Layout, n: int) -> bool:
-    """Whether axes lie inside the blocks of a dim of size n, cut it unevenly, or are in another order than the mesh's."""
+    """Whether axes lie inside a dim's blocks, cut its size n unevenly, or are in another order than the mesh's."""
     order = [(mesh.names.index(split.axis), split.pre) for split in layout if split.bound]
     return len(order) < len(layout) or order != sorted(order) or not lay.is_even(layout, n)
 

@@ -9,9 +9,9 @@ from ..compiler import CompiledProgram
 from ..errors import shown, user_error
 from ..graph import Graph, Node, users
 from ..number_text import duration, figures, number
-from ..placement.op_meshes import MeshSearch
-from ..placement.operand_layouts import Source
-from ..propagation import Choice, RunnerUp, ShardedDefinition
+from ..placement.op_meshes import MeshCosts
+from ..placement.options import Choice, RunnerUp, Source
+from ..propagation import ShardedDefinition
 from ..reshard.steps import StepKind
 from ..resharding import Reshard
 from .alternatives import wire_bytes
@@ -71,7 +71,7 @@ class Explainer:
         self._overlapped = compiled.segmented.overlapped
         self._loops = self._overlapped.loops
         self._by_tensor: dict[int, list[Reshard]] | None = None
-        self._search: MeshSearch | None = None
+        self._search: MeshCosts | None = None
 
     def lines(self, tensor: int) -> Iterator[str]:
         """Everything there is to say about one tensor."""
@@ -203,11 +203,10 @@ class Explainer:
         return "there was no other way to compute it" if near is None else f"taken over from {_plan_of(near)}"
 
     def _source(self, node: Node, source: Source) -> str:
-        whole = "" if source.split_reduction else ", with the reduced dims whole"
         if source.kind == "operand":
-            return f"following {self._label(node.inputs[source.place])}{whole}"
+            return f"following {self._label(node.inputs[source.place])}"
         if source.kind == "result":
-            return f"as {self._label(node.outputs[source.place])} is wanted{whole}"
+            return f"as {self._label(node.outputs[source.place])} is wanted"
         if source.kind == "carry":
             return f"on the unreduced terms of {self._label(node.inputs[source.place])}"
         if source.kind == "pieces":
@@ -265,13 +264,13 @@ class Explainer:
         return re.sub(r"\bt(\d+)\b", lambda found: self._label(int(found.group(1))), why)
 
 
-def _meshes_of(sharded: ShardedDefinition) -> MeshSearch:
+def _meshes_of(sharded: ShardedDefinition) -> MeshCosts:
     """What each op's mesh has sent between meshes, as the plan has placed the ops."""
     graph, shardings = sharded.graph, sharded.shardings
     placed = {i: sharding.mesh for i, sharding in graph.annotations.items()}
     nodes = {node.id: shardings[node.outputs[0]].mesh for node in graph.nodes}
     made = {i: shardings[i].mesh for node in graph.nodes for i in node.outputs}
-    return MeshSearch(graph, placed, next(iter(nodes.values())), nodes, {**placed, **made}, users(graph.nodes))
+    return MeshCosts(graph, placed, next(iter(nodes.values())), nodes, {**placed, **made}, users(graph.nodes))
 
 
 def _collective(reshard: Reshard) -> str:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from ..graph import Node, users
 from ..ops.rules import DimFactors
-from ..propagation import Choice, ShardedDefinition
+from ..placement.options import Choice
+from ..propagation import ShardedDefinition
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding, conflicting

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from ..graph import Graph, Node
-from ..mesh import DeviceMesh
 from ..ops.rules import Factor, FactorKind, Rule
 from ..ops.values import TensorRef
-from ..placement.growth import EPSILON
-from ..propagation import SMALL, ShardedDefinition, propagate, total_seconds
+from ..propagation import Planner, ShardedDefinition, cheaper
 from ..sharding.layout import Layout, axes, extent
 from ..sharding.value import Sharding
 from .graph_writer import GraphWriter
@@ -56,19 +54,19 @@ class Distributed:
         return _FormWriter(graph, forms).run(forms).noting(self)
 
 
-def apply_distributed_forms(graph: Graph, default_mesh: DeviceMesh) -> ShardedDefinition:
+def apply_distributed_forms(graph: Graph, plan: Planner) -> ShardedDefinition:
     """A plan of the graph, with ops in their distributed forms where that is cheaper.
 
     To see which dims would be sharded if nothing had to be whole, the graph is first propagated as if that were so.
     Else a plan may gather a dim long before the op that, in its distributed form, would not need it whole.
     """
     if not any(node.call.has_form for node in graph.nodes):
-        return propagate(graph, default_mesh)
-    probe = propagate(_optimistic(graph), default_mesh, twice=False)
-    groups = _Chooser(graph, probe, default_mesh).groups()
-    if not groups and len(graph.nodes) > SMALL and _holds(graph, probe):
+        return plan(graph)
+    probe = plan(_optimistic(graph))
+    groups = _Chooser(graph, probe, plan).groups()
+    if not groups and _holds(graph, probe):
         return dataclasses.replace(probe, graph=graph)
-    return _settled(graph, groups, default_mesh)
+    return _settled(graph, groups, plan)
 
 
 def _holds(graph: Graph, probe: ShardedDefinition) -> bool:
@@ -82,13 +80,13 @@ def _holds(graph: Graph, probe: ShardedDefinition) -> bool:
     )
 
 
-def _settled(graph: Graph, groups: list[Forms], default_mesh: DeviceMesh) -> ShardedDefinition:
+def _settled(graph: Graph, groups: list[Forms], plan: Planner) -> ShardedDefinition:
     """The best plan over these groups of forms: a group is dropped if the whole is no dearer without it."""
-    best = propagate(_written(graph, groups), default_mesh)
+    best = plan(_written(graph, groups))
     for group in list(groups):
         without = [other for other in groups if other is not group]
-        found = propagate(_written(graph, without), default_mesh)
-        if total_seconds(found) <= total_seconds(best) + EPSILON:
+        found = plan(_written(graph, without))
+        if cheaper(found, best) is found:
             groups, best = without, found
     return best
 
@@ -101,10 +99,6 @@ def _written(graph: Graph, groups: Sequence[Forms]) -> Graph:
 def with_forms(graph: Graph, forms: Forms) -> Graph:
     """The graph with these ops in their distributed forms, whatever that costs; ops without one stay."""
     return Distributed(tuple(forms.items()))(graph)
-
-
-def _seconds(graph: Graph, default_mesh: DeviceMesh) -> float:
-    return total_seconds(propagate(graph, default_mesh))
 
 
 def _optimistic(graph: Graph) -> Graph:
@@ -143,8 +137,8 @@ def _is_put_together(rule: Rule, dim: int) -> bool:
 class _Chooser:
     """Compares an op's distributed forms with the plain op, by itself, from the shardings that its operands have."""
 
-    def __init__(self, graph: Graph, probe: ShardedDefinition, default_mesh: DeviceMesh):
-        self.graph, self.shardings, self.default_mesh = graph, probe.shardings, default_mesh
+    def __init__(self, graph: Graph, probe: ShardedDefinition, plan: Planner):
+        self.graph, self.shardings, self.plan = graph, probe.shardings, plan
         self.read = {i for node in graph.nodes for i in node.inputs} | set(graph.outputs)
 
     def groups(self) -> list[Forms]:
@@ -170,11 +164,11 @@ class _Chooser:
         alone = self._alone(node)
         forms = [(form, with_forms(alone, {0: form})) for form in found]
         written = [(form, graph) for form, graph in forms if graph.nodes != alone.nodes]
-        costs = [(_seconds(graph, self.default_mesh), form) for form, graph in written]
+        costs = [(self.plan(graph).seconds, form) for form, graph in written]
         best = min(costs, key=lambda entry: entry[0], default=None)
         # The form leaves the result where readers have it; what does not pay in the whole is dropped by `_settled`.
-        plain = _seconds(self._alone(node, back=True), self.default_mesh)
-        return best[1] if best is not None and best[0] < plain - EPSILON else None
+        plain = self.plan(self._alone(node, back=True)).seconds
+        return best[1] if best is not None and best[0] < plain else None
 
     def _alone(self, node: Node, back: bool = False) -> Graph:
         """A graph of this op alone, its operands annotated where they are; with `back` its results as well."""

@@ -18,12 +18,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..dtypes import Category
 from ..graph import CallTable, Graph, Node, Tensor, numbered
-from ..mesh import DeviceMesh
 from ..ops import OPS
 from ..ops.blocks import block_counts
 from ..ops.reductions import reduced_dims
 from ..ops.values import TensorRef
-from ..propagation import ShardedDefinition, propagate, total_seconds
+from ..propagation import Planner, ShardedDefinition, cheaper
 from ..sharding.layout import axes, extent
 from ..sharding.value import Sharding
 from .graph_writer import with_nodes
@@ -57,13 +56,13 @@ class Merged:
         return _rewritten(graph, self.moments).noting(self)
 
 
-def fuse_mean_variance(sharded: ShardedDefinition, default_mesh: DeviceMesh) -> ShardedDefinition:
+def fuse_mean_variance(sharded: ShardedDefinition, plan: Planner) -> ShardedDefinition:
     """The plan with moments over sharded dims merged, if that takes less time; else the plan itself."""
     found = tuple(_MomentsFinder(sharded).run())
     if not found:
         return sharded
-    other = propagate(Merged(found)(sharded.graph), default_mesh)
-    return other if _by_gathers(other) and total_seconds(other) < total_seconds(sharded) else sharded
+    other = plan(Merged(found)(sharded.graph))
+    return cheaper(sharded, other) if _by_gathers(other) else sharded
 
 
 def _by_gathers(sharded: ShardedDefinition) -> bool:

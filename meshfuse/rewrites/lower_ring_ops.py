@@ -15,8 +15,8 @@ from ..ops.opdef import Call
 from ..ops.rules import Rule
 from ..ops.values import TensorRef
 from ..placement.factors import NO_CARRY, Carry, Placement, carries, layouts_of, merged, placed, representable
-from ..placement.operand_layouts import Source
-from ..propagation import Choice, ShardedDefinition
+from ..placement.options import Choice, Source
+from ..propagation import ShardedDefinition
 from ..reshard.prices import price
 from ..reshard.windows import window_of, window_step
 from ..sharding.layout import WHOLE

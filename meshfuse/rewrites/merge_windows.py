@@ -16,12 +16,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..graph import Graph, Node
-from ..mesh import DeviceMesh
 from ..ops.values import TensorRef
-from ..planner.effort import Effort
-from ..planner.plan_cost import better
-from ..planner.search import searched
-from ..propagation import ShardedDefinition, propagate
+from ..propagation import Planner, ShardedDefinition, cheaper
 from .graph_writer import GraphWriter, without_unread
 from .halos import Frame, HaloGroup, edges_added, framed, frames_of, groups, room, sum_frames, taken, term_in_frames
 from .window_views import CutDims, Number, Offsets, Shifted, Term, WindowFinder, cut_dims, dims_after, placed_dims
@@ -41,9 +37,7 @@ class Joined:
         return written.noting(self)
 
 
-def merge_windows(
-    sharded: ShardedDefinition, default_mesh: DeviceMesh, effort: Effort = Effort.AUTO
-) -> ShardedDefinition:
+def merge_windows(sharded: ShardedDefinition, plan: Planner) -> ShardedDefinition:
     """The plan; if that is better, one with windows of sharded dims joined and chained.
 
     Windows one by one may cost so much that the plan avoids them, by having no windows of sharded dims. So windows are
@@ -55,7 +49,7 @@ def merge_windows(
     cuts = {i: cut_dims(sharding) for i, sharding in sharded.shardings.items()}, _followed(sharded)
     best, windows = sharded, WindowFinder(graph).run()
     for rewriting in dict.fromkeys(filter(None, [_joined(graph, cut, windows) for cut in cuts])):
-        best = better(best, searched(propagate(rewriting(graph), default_mesh), default_mesh, effort))
+        best = cheaper(best, plan(rewriting(graph)))
     return best
 
 

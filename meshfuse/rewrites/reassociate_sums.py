@@ -16,14 +16,10 @@ from typing import ClassVar
 
 from ..dtypes import Category
 from ..graph import Graph, Node
-from ..mesh import DeviceMesh
 from ..ops.opdef import Partial
 from ..ops.values import TensorRef
 from ..placement.factors import reduces
-from ..planner.effort import Effort
-from ..planner.plan_cost import better
-from ..planner.search import searched
-from ..propagation import ShardedDefinition, propagate
+from ..propagation import Planner, ShardedDefinition, cheaper
 from .graph_writer import GraphWriter, without_unread
 
 # The most ops between a sum over ranks and the sum that it is a term of.
@@ -57,17 +53,15 @@ class _SumWriter(GraphWriter):
         return [first]
 
 
-def reassociate_sums(
-    sharded: ShardedDefinition, default_mesh: DeviceMesh, effort: Effort = Effort.AUTO
-) -> ShardedDefinition:
+def reassociate_sums(sharded: ShardedDefinition, plan: Planner) -> ShardedDefinition:
     """The plan; if that is better, one in which terms that may be sums over ranks are added before others."""
     graph = sharded.graph
-    if not graph.annotations or not effort.rewrites:
+    if not graph.annotations:
         return sharded
     found = tuple(_SumFinder(sharded).run())
     if not found:
         return sharded
-    return better(sharded, searched(propagate(Regrouped(found)(graph), default_mesh), default_mesh, effort))
+    return cheaper(sharded, plan(Regrouped(found)(graph)))
 
 
 class _SumFinder:

@@ -9,7 +9,7 @@ merges attention over parts so.) It is done where it pays: unsharded, one op is 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -19,17 +19,13 @@ from ..ops.opdef import BlockOrder, cast_to
 from ..ops.rules import DimFactors, FactorKind
 from ..ops.shape_arithmetic import with_size
 from ..ops.values import TensorRef
-from ..planner.effort import Effort
-from ..planner.plan_cost import better
-from ..propagation import ShardedDefinition
+from ..propagation import Planner, ShardedDefinition, cheaper
 from ..reshard.steps import Step
 from ..resharding import insert_resharding
 from ..sharding.layout import axes
 from ..traversal import inner_first
 from .graph_writer import GraphWriter, dim_of, dims_of, is_whole_dim, without_unread
 
-# Makes a plan of a graph.
-Planner = Callable[[Graph], ShardedDefinition]
 # Of what a reduction makes of two parts, what it makes of both.
 _FOLD = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum"}
 # Less of the moves' time than this is not worth another plan.
@@ -64,17 +60,15 @@ class Parted:
         return without_unread(written).noting(self)
 
 
-def split_concats(graph: Graph, plan: Planner, effort: Effort = Effort.AUTO) -> ShardedDefinition:
+def split_concats(graph: Graph, plan: Planner) -> ShardedDefinition:
     """The plan of a graph; if that is better, of the graph in which what lies over ranks is left in parts."""
     found = plan(graph)
-    if not effort.rewrites:
-        return found
     cats = list(_over_ranks(found, graph))
     rewriting = Parted(tuple([node.id for node in cats]))
     dims = {node.origin: joined_dim(node) for node in cats}
     if not cats or not reshards_along(found, dims) or not _PartsWriter(graph, rewriting.cats).pays():
         return found
-    return better(found, plan(rewriting(graph)))
+    return cheaper(found, plan(rewriting(graph)))
 
 
 def _over_ranks(plan: ShardedDefinition, graph: Graph) -> Iterator[Node]:

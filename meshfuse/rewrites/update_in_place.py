@@ -17,12 +17,10 @@ from typing import Any, ClassVar, NamedTuple
 from ..graph import Graph, Node
 from ..ops.shape_arithmetic import one_dim_widths, shape_along
 from ..ops.values import TensorRef
-from ..planner.effort import Effort
-from ..planner.plan_cost import better
-from ..propagation import ShardedDefinition
+from ..propagation import Planner, ShardedDefinition, cheaper
 from ..sharding.layout import axes
 from .graph_writer import GraphWriter, without_unread
-from .split_concats import Planner, joined_dim, reshards_along
+from .split_concats import joined_dim, reshards_along
 from .window_views import Number, dims_after, own_window, placed_dims
 
 # The ops that may put a slice back.
@@ -74,16 +72,16 @@ class Placed:
         return written.noting(self)
 
 
-def update_in_place(graph: Graph, plan: Planner, effort: Effort = Effort.AUTO) -> ShardedDefinition:
+def update_in_place(graph: Graph, plan: Planner) -> ShardedDefinition:
     """The plan of a graph; if that is better, of the graph in which what is sliced and put back stays where it is."""
     plain = plan(graph)
-    if not effort.rewrites or not any(node.name in _PUT for node in graph.nodes):
+    if not any(node.name in _PUT for node in graph.nodes):
         return plain
     finder = _PlacesFinder(graph, plain)
     put = tuple(finder.run())
     if not put or not reshards_along(plain, finder.dims):
         return plain
-    return better(plain, plan(Placed(put)(graph)))
+    return cheaper(plain, plan(Placed(put)(graph)))
 
 
 class _PlacesFinder:

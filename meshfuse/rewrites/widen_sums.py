@@ -15,8 +15,8 @@ from ..dtypes import DataType
 from ..graph import Graph, Node, users
 from ..ops.values import TensorRef
 from ..placement.factors import Placement
-from ..placement.operand_layouts import Source
-from ..propagation import Choice, ShardedDefinition, ends
+from ..placement.options import Choice, Source
+from ..propagation import ShardedDefinition, ends
 from ..sharding.value import Sharding
 from .graph_writer import GraphWriter, with_tensors, without_unread
 

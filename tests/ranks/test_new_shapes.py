@@ -9,8 +9,8 @@ from rank_pool import RankPool
 
 import meshfuse as mf
 from meshfuse import compiler
-from meshfuse.planner import shape_reuse as nearby
-from meshfuse.planner.shape_reuse import RENEWED
+from meshfuse.plans import shape_reuse as nearby
+from meshfuse.plans.shape_reuse import RENEWED
 from meshfuse.sharding.data import shard
 
 pytestmark = pytest.mark.ranks

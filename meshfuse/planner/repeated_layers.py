@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..graph import Graph, Node, numbered
+from ..placement.factors import placed
+from ..placement.options import Choice
 from ..reshard.bounds import is_possible
 from ..sharding.value import Sharding
-from .factors import placed
-from .options import Choice
 
 # The fewest ops of a program that is folded: shorter ones are planned whole.
 LONG = 400

@@ -27,8 +27,8 @@ from ..ops.opdef import Call
 from ..ops.rules import Rule
 from ..ops.values import ParamKind, TensorType
 from ..placement.factors import NO_CARRY, Placement, carries, placed
-from ..placement.options import cheapest, work
-from ..propagation import Choice, ShardedDefinition
+from ..placement.options import Choice, cheapest, work
+from ..propagation import ShardedDefinition
 from ..reshard.windows import window_of, window_step
 from ..sharding.layout import WHOLE, extent
 from ..sharding.value import Sharding

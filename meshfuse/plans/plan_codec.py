@@ -15,8 +15,7 @@ from ..dtypes import DataType
 from ..mesh import DeviceMesh
 from ..ops.values import ScalarRef, TensorRef
 from ..placement.factors import Carry, Placement
-from ..placement.operand_layouts import Source
-from ..propagation import Choice, RunnerUp
+from ..placement.options import Choice, RunnerUp, Source
 from ..reshard.steps import Reordering, Step, StepKind, Window
 from ..rewrites.distributed_forms import Blocked, Distributed
 from ..rewrites.fuse_mean_variance import Merged, Moments

@@ -30,8 +30,8 @@ from ..ops import OPS
 from ..ops.opdef import Call
 from ..ops.rules import Rule
 from ..placement.factors import Placement
-from ..placement.operand_layouts import Source
-from ..propagation import Choice, RunnerUp, ShardedDefinition
+from ..placement.options import Choice, RunnerUp, Source
+from ..propagation import ShardedDefinition
 from ..runtime.world import World
 from ..sharding.value import Sharding
 from ..version import __version__

@@ -1,0 +1,1 @@
+"""Plans after they are made: kept on disk, taken over for other sizes, cut in two."""

@@ -1,0 +1,30 @@
+"""What a plan takes, by its moves and its computation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..costs import computation
+from ..propagation import ShardedDefinition
+from ..resharding import Reshard, insert_resharding
+
+
+class PlanCost(NamedTuple):
+    """What a plan takes on one rank: modelled seconds of its moves and of its computation, and bytes on the wire."""
+
+    moving: float
+    computing: float
+    wire: float
+
+    @property
+    def seconds(self) -> float:
+        return self.moving + self.computing
+
+
+def plan_cost(sharded: ShardedDefinition) -> PlanCost:
+    """What a plan takes, with the moves that it needs."""
+    resharded = insert_resharding(sharded)
+    prices = [resharded.price(statement) for statement in resharded.statements if isinstance(statement, Reshard)]
+    placed = zip(sharded.graph.nodes, (choice.placement for choice in sharded.choices), strict=True)
+    work = [computation(n.call.op.flops(n.call) / p.ways, p.results[0].mesh.flops) for n, p in placed if not p.step]
+    return PlanCost(sum([p.seconds for p in prices]), sum(work), sum([p.wire for p in prices]))
