@@ -50,13 +50,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def forms_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every form that there is gets taken, whatever it costs."""
-    monkeypatch.setattr("meshfuse.rewrites.distributed_forms.total_seconds", lambda done: -float(len(done.graph.nodes)))
-
-
-@pytest.fixture
-def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ops are written in all the forms that there are, and each form gets the first plan: no better one is searched."""
-    monkeypatch.setattr("meshfuse.planner.search._is_worth", lambda *_: False)
+    seconds = property(lambda done: -float(len(done.graph.nodes)))
+    monkeypatch.setattr("meshfuse.propagation.ShardedDefinition.seconds", seconds)
 
 
 # Tests that run one after another, in one process: those of real ranks, which share pools of ranks, and each of which

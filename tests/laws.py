@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 import meshfuse as mf
 from meshfuse.errors import SourceLine
 from meshfuse.graph import Graph, reordered
-from meshfuse.planner.search import searched, searched_far
 from meshfuse.propagation import ShardedDefinition
 from meshfuse.propagation import propagate as propagate_once
 from meshfuse.sharding import Layout, Sharding, Split
@@ -21,7 +20,7 @@ NOWHERE = SourceLine("", 0, "", "")
 
 def propagate(graph: Graph, default_mesh: mf.DeviceMesh) -> ShardedDefinition:
     """As compilation does it, with the forms that the graph's ops have."""
-    return searched_far(searched(propagate_once(graph, default_mesh), default_mesh), default_mesh)
+    return propagate_once(graph, default_mesh, parts=True)
 
 
 def same_shardings(a: ShardedDefinition, b: ShardedDefinition) -> None:

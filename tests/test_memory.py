@@ -300,7 +300,6 @@ def ops_of(resharded: ReshardedDefinition) -> list[int]:
     return [statement.node for statement in resharded.statements if statement.node is not None]
 
 
-@pytest.mark.usefixtures("planned_once")
 def test_whatever_is_dropped_the_numbers_are_right():
     """Nothing is read that was dropped, and what is made again is what it was."""
     more: list[int] = []
@@ -323,7 +322,6 @@ def test_whatever_is_dropped_the_numbers_are_right():
     assert sum(n > 0 for n in more) > len(more) / 10, "the programs tried hardly ever move anything again"
 
 
-@pytest.mark.usefixtures("planned_once")
 @settings(max_examples=100)
 @given(PROGRAMS)
 def test_what_is_told_is_of_what_runs(fd: mf.FusionDefinition):

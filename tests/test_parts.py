@@ -21,7 +21,6 @@ from meshfuse.ops.rules import FactorKind
 from meshfuse.ops.values import TensorRef, TensorType
 from meshfuse.plans import plan_cache
 from meshfuse.plans import shape_reuse as nearby
-from meshfuse.planner.effort import MOST
 from meshfuse.rewrites.split_concats import Parted
 from meshfuse.sharding.layout import Split
 from meshfuse.testing import assert_same_as_unsharded, definitions, inputs_for
@@ -300,7 +299,7 @@ def layers(count: int, search: str | None = None) -> mf.FusionDefinition:
 
 def test_so_do_many_layers() -> None:
     fd = layers(30)
-    assert len(fd.recording.nodes) > MOST and fd.bill().total <= 30 * ATTENTION * (1 + 1e-9)
+    assert fd.bill().total <= 30 * ATTENTION * (1 + 1e-9)
     assert_same_as_unsharded(fd, [t / 8 for t in random_inputs(fd)])
     assert layers(30, "fast").bill().total > 2 * fd.bill().total
 

@@ -82,7 +82,6 @@ def turned(fd: mf.FusionDefinition, x: mf.TensorView) -> mf.TensorView:
     return fd.ops.permute(x, [1, -2])
 
 
-@pytest.mark.usefixtures("planned_once")
 @settings(max_examples=56)
 @given(
     st.tuples(st.integers(1, 17), st.integers(1, 9)), st.sampled_from([(ROWS, ["x", None]), (BOTH, ["x", "y"])]),

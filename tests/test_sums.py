@@ -11,7 +11,6 @@ import torch
 import meshfuse as mf
 from defining import graph_of, random_inputs
 from meshfuse.plans import plan_cache
-from meshfuse.planner.effort import MOST
 from meshfuse.rewrites.reassociate_sums import Regrouped
 from meshfuse.testing import assert_same_as_unsharded
 
@@ -72,7 +71,7 @@ def test_so_are_those_of_many_layers() -> None:
         for _ in range(160):
             x = fd.ops.tanh(x + product(fd) + product(fd))
         fd.add_output(x)
-    assert len(fd.recording.nodes) > MOST and fd.bill().total <= 160 * ONE
+    assert fd.bill().total <= 160 * ONE
 
 
 def test_a_sum_with_a_name_is_what_it_is() -> None:

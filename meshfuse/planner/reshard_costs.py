@@ -175,6 +175,8 @@ _STAYS, _IDLE, _SLICED, _LATE, _SCATTERED, _MOVED, _DISPLACED, _REDUCED, _GATHER
 
 def _between(sources: _Side, targets: _Side, mesh: DeviceMesh, atoms: Atoms) -> Costs:
     """Pairs in which the same becomes of all axes, at the same sizes, cost the same: each case is priced once."""
+    if not atoms:
+        return np.zeros((len(sources.nbytes), len(targets.nbytes)))
     kinds, impossible = _kinds(sources, targets, atoms)
     code = np.zeros(impossible.shape, dtype=np.int64)
     for kind in kinds:
