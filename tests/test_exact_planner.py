@@ -19,7 +19,7 @@ from meshfuse.compiler import _graph
 from meshfuse.graph import Graph
 from meshfuse.ops.values import TensorType
 from meshfuse.planner.cost_graph import Between, Classes, CostGraph, FromEither, Same
-from meshfuse.planner.dual_ascent import Certified, solve
+from meshfuse.planner.dual_ascent import solve
 from meshfuse.planner.elimination import Assignment
 from meshfuse.planner.optimum import Optimum, _among, _decoded, _named_axes, optimum, parts_of_axes
 from meshfuse.planner.prices import Prices
@@ -147,23 +147,19 @@ def _seconds(graph: Graph, found: Optimum) -> float:
     return plan_cost(ShardedDefinition(graph, found.choices, found.shardings)).seconds
 
 
-def _of(chosen: tuple[int, ...]) -> Certified:
-    return Certified(Assignment(chosen, 0.0), 0.0)
-
-
 def test_a_plan_is_the_best_of_all_plans() -> None:
     """Each lowered, and its moves counted by what `insert_resharding` puts in."""
     for fd in small_programs():
         graph = graph_of(fd)
         (mesh,) = {sharding.mesh for sharding in graph.annotations.values()}
         best = optimum(graph, mesh)
-        assert best.certified.gap == 0
+        assert best.gap == 0
         program = Program(graph, (mesh,), Prices(whole_axes), _among(_named_axes(graph), whole_axes))
         program.build()
         ops = [program.variables[node.id] for node in graph.nodes]
         rest = {v: [*range(n)] if v in ops else [int(program.costs.costs[v].argmin())]
                 for v, n in enumerate(program.costs.sizes())}  # fmt: skip
-        least = min(_seconds(graph, _decoded(program, _of(chosen))) for chosen in itertools.product(*rest.values())
+        least = min(_seconds(graph, _decoded(program, Assignment(chosen, 0.0), 0.0)) for chosen in itertools.product(*rest.values())
                     if _is_possible(program, chosen))  # fmt: skip
         assert _seconds(graph, best) <= least + 1e-11, str(fd)
 
@@ -187,7 +183,7 @@ def test_the_example_has_the_optimum_of_two_other_planners(shape, names, moves: 
     shapes = [(8, 128), (8, 128), *map(tuple, model.param_shapes(model.GPT).values())]
     graph = _graph(gpt.fd.recording, dict(zip(gpt.fd.recording.input_tensors(), shapes, strict=True)), {})
     best = optimum(graph, mesh)
-    assert best.certified.gap == 0
+    assert best.gap == 0
     assert plan_cost(ShardedDefinition(graph, best.choices, best.shardings)).moving <= moves * 1.0001e-6
 
 

@@ -17,6 +17,7 @@ from ..placement.options import Choice, RunnerUp
 from ..sharding.layout import Split
 from ..sharding.value import Sharding
 from .dual_ascent import TOLERANCE, Certified, solve
+from .elimination import Assignment
 from .labels import Label, Spot
 from .prices import Prices
 from .program import Program
@@ -32,19 +33,17 @@ _MOST_LABELS = 4_000
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """A choice for every op, where tensors are, and the certificate: the seconds, and what no plan of labels is below.
+    """A choice for every op, where tensors are, the seconds of the plan, and its gap.
 
-    Both are at the prices of the last round. Reshards that the plan does not use are priced in closed form, which for
-    some is dearer than their cheapest path: the proof is of these prices.
+    `gap` is the part of the seconds by which a plan of other placements may take less; None where not all that there
+    are were considered at once. Both are at the prices of the last round. Reshards that the plan does not use are
+    priced in closed form, which for some is dearer than their cheapest path: the proof is of these prices.
     """
 
     choices: tuple[Choice, ...]
     shardings: Mapping[int, Sharding]
-    certified: Certified
-
-    @property
-    def seconds(self) -> float:
-        return self.certified.assignment.value
+    seconds: float
+    gap: float | None
 
 
 def optimum(graph: Graph, default_mesh: DeviceMesh, parts: bool = False) -> Optimum:
@@ -56,7 +55,7 @@ def optimum(graph: Graph, default_mesh: DeviceMesh, parts: bool = False) -> Opti
     named = _named_axes(graph)
     program = Program(graph, meshes, Prices(whole_axes), _among(named, whole_axes))
     found = _solved(program)
-    atoms_of = _among(named, parts_of_axes)
+    atoms_of, all_at_once = _among(named, parts_of_axes), True
     if parts and any(len(atoms_of(mesh)) > len(program.atoms_of(mesh)) for mesh in meshes):
         if _count(graph, max(len(atoms_of(mesh)) for mesh in meshes)) <= _MOST_LABELS:
             labels = [_in_atoms(program.atoms_of, atoms_of, label) for label in program.chosen(found.assignment.labels)]
@@ -64,7 +63,8 @@ def optimum(graph: Graph, default_mesh: DeviceMesh, parts: bool = False) -> Opti
             found = _solved(program, labels)
         else:
             program, found = _in_parts(program, atoms_of, found)
-    return _decoded(program, found)
+            all_at_once = False
+    return _decoded(program, found.assignment, found.gap if all_at_once else None)
 
 
 def _count(graph: Graph, atoms: int) -> int:
@@ -128,15 +128,15 @@ def _in_atoms(axes_of: AtomsOf, atoms_of: AtomsOf, label: Label) -> Label:
     return label._replace(spot=Spot(label.spot.start, tuple([on[atom.axis] for atom in atoms_of(mesh)])))
 
 
-def _decoded(program: Program, found: Certified) -> Optimum:
-    graph, chosen = program.graph, found.assignment.labels
+def _decoded(program: Program, found: Assignment, gap: float | None) -> Optimum:
+    graph, chosen = program.graph, found.labels
     shardings = {i: given[0] for i, given in program.inputs.items()}
     for node in graph.nodes:
         shardings.update(zip(node.outputs, program.placement(node.id, chosen).results, strict=True))
     free = [i for i in graph.outputs if i in program.makers and i not in graph.annotations]
     shardings |= {i: program.left(i, chosen) for i in free} | dict(graph.annotations)
     choices = tuple([_choice(program, node, chosen) for node in graph.nodes])
-    return Optimum(choices, shardings, found)
+    return Optimum(choices, shardings, found.value, gap)
 
 
 def _choice(program: Program, node: Node, chosen: Sequence[int]) -> Choice:

@@ -129,13 +129,13 @@ def _text(graph: Graph, sharded: ShardedDefinition) -> str | None:
 
 def packed(sharded: ShardedDefinition) -> str:
     """The decisions that led to this sharded definition."""
-    return dump((sharded.graph.rewritings, sharded.choices, tuple(sorted(sharded.shardings.items()))))
+    return dump((sharded.graph.rewritings, sharded.choices, tuple(sorted(sharded.shardings.items())), sharded.gap))
 
 
 def unpacked(text: str, graph: Graph) -> ShardedDefinition:
     """The sharded definition that these decisions make of the graph. Raises where they do not fit it."""
-    rewritings, choices, shardings = load(text)
-    sharded = ShardedDefinition(rewritten(graph, rewritings), tuple(choices), dict(shardings))
+    rewritings, choices, shardings, gap = load(text)
+    sharded = ShardedDefinition(rewritten(graph, rewritings), tuple(choices), dict(shardings), gap)
     sharded.verify()
     _check_parts(sharded)
     return sharded

@@ -57,9 +57,16 @@ class BillEntry:
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """All collectives of a program, in order. `print` shows a table of them."""
+    """All collectives of a program, in order, and how good its plan is. `print` shows a table of them.
+
+    step_seconds: the modelled time of a step: of one rank's computation and of all moves.
+    gap: the part of it by which a better plan may take less; 0 where the plan is proven the best, None where that is
+        not known, as of a plan that was made for other sizes.
+    """
 
     entries: tuple[BillEntry, ...]
+    step_seconds: float = 0.0
+    gap: float | None = None
 
     @property
     def total(self) -> float:
@@ -74,11 +81,12 @@ class Bill:
     def to_dict(self) -> dict[str, object]:
         """The bill as types that JSON has."""
         entries = [asdict(entry) for entry in self.entries]
-        return {"total": self.total, "seconds": self.seconds, "entries": entries}
+        plan = {"seconds": self.step_seconds, "gap": self.gap, "proven": self.gap == 0}
+        return {"total": self.total, "seconds": self.seconds, "plan": plan, "entries": entries}
 
     def __str__(self) -> str:
         if not self.entries:
-            return "no communication"
+            return f"no communication{self._certificate()}"
         rows = [("collective", "axis", "bytes", "us", "tensor", "why", "line")]
         rows += [
             (e.collective, e.axes, number(e.wire), micro(e.seconds), e.tensor, e.why, e.line) for e in self.entries
@@ -86,7 +94,14 @@ class Bill:
         count = len(self.entries)
         plural = f"{count} collective{'s' if count > 1 else ''}"
         rows.append(("total", "", number(self.total), micro(self.seconds), "", plural, ""))
-        return table(rows, right=(2, 3))
+        return table(rows, right=(2, 3)) + self._certificate()
+
+    def _certificate(self) -> str:
+        """How good the plan is, as a line of its own; "" where that is not known."""
+        if self.gap is None:
+            return ""
+        how = "proven the least" if self.gap == 0 else f"at most {self.gap * 100:.2g} % above the least"
+        return f"\na step takes {duration(self.step_seconds)} modelled, {how} of all placements"
 
     def details(self) -> str:
         """For every collective its shardings, the annotations behind them, and its runner-up, as text."""
@@ -123,7 +138,8 @@ def bill_of(compiled: CompiledProgram, alternatives: bool = False) -> Bill:
     compilations.
     """
     causes, others = Causes(compiled), Alternatives(compiled) if alternatives else None
-    return Bill(tuple(_entry(compiled, causes, others, reshard) for reshard in compiled.resharded.collectives))
+    entries = tuple([_entry(compiled, causes, others, reshard) for reshard in compiled.resharded.collectives])
+    return Bill(entries, compiled.planned.seconds, compiled.planned.gap)
 
 
 def _entry(compiled: CompiledProgram, causes: Causes, others: Alternatives | None, reshard: Reshard) -> BillEntry:
