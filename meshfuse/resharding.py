@@ -251,7 +251,8 @@ class _Inserter:
         graph = self.sharded.graph
         for i in node.outputs:
             if i in graph.annotations and i not in self.unread:
-                self.need(i, graph.annotations[i], graph.brought_for(i), graph.annotation_lines[i])
+                there = self.need(i, graph.annotations[i], graph.brought_for(i), graph.annotation_lines[i])
+                self.by_tensor[i] = [self.values[there]]  # Every reader takes it from there.
 
     def _operand(self, node: Node, place: int, sharding: Sharding) -> int:
         there = self._there(node.inputs[place], sharding)

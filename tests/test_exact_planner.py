@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import meshfuse as mf
 from laws import renaming_axes_commutes
+from ledger.known_programs import all_programs
 from meshfuse.compiler import _graph
 from meshfuse.graph import Graph
 from meshfuse.ops.values import TensorType
@@ -27,6 +28,7 @@ from meshfuse.planner.program import Program
 from meshfuse.planner.reshard_costs import exact_seconds, reshard_costs, whole_axes
 from meshfuse.plans.plan_cost import plan_cost
 from meshfuse.propagation import ShardedDefinition
+from meshfuse.resharding import Compute, Reshard
 from meshfuse.sharding.value import Sharding, canonical_partial
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
 
@@ -159,8 +161,9 @@ def test_a_plan_is_the_best_of_all_plans() -> None:
         ops = [program.variables[node.id] for node in graph.nodes]
         rest = {v: [*range(n)] if v in ops else [int(program.costs.costs[v].argmin())]
                 for v, n in enumerate(program.costs.sizes())}  # fmt: skip
-        least = min(_seconds(graph, _decoded(program, Assignment(chosen, 0.0), 0.0)) for chosen in itertools.product(*rest.values())
-                    if _is_possible(program, chosen))  # fmt: skip
+        possible = [Assignment(chosen, 0.0) for chosen in itertools.product(*rest.values())
+                    if _is_possible(program, chosen)]  # fmt: skip
+        least = min(_seconds(graph, _decoded(program, found, None)) for found in possible)
         assert _seconds(graph, best) <= least + 1e-11, str(fd)
 
 
@@ -244,3 +247,15 @@ def test_a_sum_that_is_needed_in_parts_is_scattered(body: Any, spec: Any, wire: 
     fd = row_parallel(body, spec)
     assert fd.bill().total <= wire * 1.001
     assert_same_as_unsharded(fd, inputs_for(fd))
+
+
+@pytest.mark.parametrize("name", [f"random/{n:03}" for n in range(0, 300, 10)])
+def test_readers_of_annotated_tensors_take_them_from_their_annotations(name: str) -> None:
+    resharded = all_programs()[name]().compile().resharded
+    makers = {s.target: s.source for s in resharded.statements if isinstance(s, Reshard)}
+    notes = resharded.graph.annotations
+    for statement in resharded.statements:
+        for value in statement.inputs if isinstance(statement, Compute) else ():
+            note = notes.get(resharded.values[value].tensor)
+            while note is not None and resharded.values[value].sharding is not note:
+                value = makers[value]

@@ -2,7 +2,7 @@
 
 An op's labels are its placements. Those of a tensor with several readers are (where it is made, a copy that is made of
 it once, or none). Every reader takes it from the one that is cheaper for it: a reshard is paid once however many read
-its result. An annotated tensor has its annotation for the copy.
+its result. An annotated tensor is brought to its annotation, and its readers take it from there alone.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ class Program:
     labels: list[Labels] = field(default_factory=list)
     costs: CostGraph = field(default_factory=CostGraph)
     inputs: dict[int, Shardings] = field(default_factory=dict)
+    given: dict[int, Shardings] = field(default_factory=dict)  # where inputs and annotated tensors are read from
     makers: dict[int, tuple[int, int]] = field(default_factory=dict)  # by tensor its op, and which result it is
     readers: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # by tensor and op, at which operands
     variables: dict[int, int] = field(default_factory=dict)  # of ops
@@ -114,6 +115,7 @@ class Program:
     def __post_init__(self) -> None:
         graph = self.graph
         self.inputs = {i: self._given(i) for i in graph.input_tensors}
+        self.given = self.inputs | {i: (note,) for i, note in graph.annotations.items()}
         for node in graph.nodes:
             self.makers |= {i: (node.id, place) for place, i in enumerate(node.outputs)}
             for place, i in enumerate(node.inputs):
@@ -207,7 +209,7 @@ class Program:
         readers = len(self.readers.get(tensor, ()))
         if tensor in self.inputs and tensor not in self.graph.annotations:
             return None  # Whole everywhere: its parts are free.
-        more = tensor in self.makers and (tensor in self.graph.outputs or tensor in self.graph.annotations)
+        more = tensor not in self.given and tensor in self.graph.outputs
         return self.costs.add_variable([0.0]) if readers and readers + more > 1 else None
 
     def _replicated(self) -> float:
@@ -260,26 +262,26 @@ class Program:
     # tensors ----------------------------------------------------------------------------------------------------
 
     def _add_tensor(self, tensor: int, variable: int | None) -> None:
-        if tensor in self.inputs:
-            if variable is not None:
-                self._share(tensor, variable, self.inputs[tensor], None)
+        """Add what a tensor costs; an annotated one is brought to its annotation, where all readers take it."""
+        if tensor in self.makers:
+            node, place = self.makers[tensor]
+            have, made = self.labels[node].results(place)
+            if tensor in self.given or not self.readers.get(tensor):
+                self.costs.add_costs(self.variables[node], self._end_costs(tensor, have)[made.of])
+            elif variable is not None:
+                self._share(tensor, variable, have, made)
             else:
-                self._pass_input(tensor)
-            return
-        node, place = self.makers[tensor]
-        have, made = self.labels[node].results(place)
-        if variable is not None:
-            self._share(tensor, variable, have, made)
-        elif self.readers.get(tensor):
-            self._pass(tensor, have, made)
-        else:
-            self.costs.add_costs(self.variables[node], self._end_costs(tensor, have)[made.of])
+                self._pass(tensor, have, made)
+        if tensor in self.given and variable is not None:
+            self._share(tensor, variable, self.given[tensor], None)
+        elif tensor in self.given:
+            self._pass_given(tensor)
 
-    def _pass_input(self, tensor: int) -> None:
-        """An input that is read from where it is given."""
+    def _pass_given(self, tensor: int) -> None:
+        """An input, or an annotated tensor, with one reader."""
         for reader in self.readers.get(tensor, ()):
             needs = self._needs(tensor, reader)
-            least = self._read(self.inputs[tensor], needs, tensor).min(0)
+            least = self._read(self.given[tensor], needs, tensor).min(0)
             self.costs.add_costs(self.variables[reader], least[needs.classes.of])
 
     def _pass(self, tensor: int, have: Shardings, made: Classes) -> None:
@@ -292,10 +294,9 @@ class Program:
     def _share(self, tensor: int, variable: int, have: Shardings, made: Classes | None) -> None:
         """A tensor whose readers may share a copy."""
         needs = {node: self._needs(tensor, node) for node in self.readers[tensor]}
-        note = self.graph.annotations.get(tensor) if made is not None else None
-        copies = (note,) if note is not None else self._copies(tensor, needs)
+        copies = self._copies(tensor, needs)
         shared = self.shared[tensor] = Shared(variable, have, (*copies, None))
-        costs = self._copy_costs(tensor, have, copies, note is not None)
+        costs = self._copy_costs(tensor, have, copies)
         rows, columns = (Digits((len(have), len(shared.copies)), axis) for axis in (0, 1))
         self.costs.costs[variable] = costs.ravel()
         for node, need in needs.items():
@@ -307,15 +308,14 @@ class Program:
     def _copies(self, tensor: int, needs: dict[int, Needs]) -> Shardings:
         """The shardings that more than one reader may need."""
         counts = Counter(s for need in needs.values() for s in dict.fromkeys(s for found in need.sets for s in found))
-        wanted = 1 if tensor in self.graph.outputs and tensor in self.makers else 2
+        wanted = 1 if tensor in self.graph.outputs and tensor not in self.given else 2
         return tuple(s for s, n in counts.items() if n >= wanted)
 
-    def _copy_costs(self, tensor: int, have: Shardings, copies: Shardings, must: bool) -> Costs:
-        """[have, copies and none]: making the copy, and leaving an output. With `must`, none only for a free copy."""
+    def _copy_costs(self, tensor: int, have: Shardings, copies: Shardings) -> Costs:
+        """[have, copies and none]: making the copy, and leaving an output."""
         to_copy = self._table(have, copies, tensor) if copies else np.zeros((len(have), 0))
-        without = np.where(to_copy[:, :1] <= _FREE, 0.0, self.limit) if must else np.zeros((len(have), 1))
-        costs = np.concatenate([np.where(to_copy > _FREE, to_copy, self.limit), without], 1)
-        if tensor in self.graph.outputs and tensor in self.makers and not must:
+        costs = np.concatenate([np.where(to_copy > _FREE, to_copy, self.limit), np.zeros((len(have), 1))], 1)
+        if tensor in self.graph.outputs and tensor not in self.given:
             unreduced = np.array([copy.partial != () for copy in copies] + [True])
             costs += np.where(unreduced, self._end_costs(tensor, have)[:, None], 0.0)
         return costs
@@ -354,10 +354,11 @@ class Program:
         shared = self.shared.get(tensor)
         if shared is not None:
             return shared.label(chosen[shared.variable])
-        if tensor in self.inputs:
-            return self.inputs[tensor]
+        return self.given[tensor] if tensor in self.given else (self._made(tensor, chosen),)
+
+    def _made(self, tensor: int, chosen: Sequence[int]) -> Sharding:
         node, place = self.makers[tensor]
-        return (self.placement(node, chosen).results[place],)
+        return self.placement(node, chosen).results[place]
 
     def seconds(self, node: Node, chosen: Sequence[int]) -> float:
         """What an op takes in an assignment: its work, bringing its operands, and its results' copies and ends."""
@@ -366,15 +367,11 @@ class Program:
         for i, need in dict.fromkeys(zip(node.inputs, placement.operands, strict=True)):
             total += min([self.prices.seconds(s, need, self.ttype(i)) for s in self.there(i, chosen)])
         for i in dict.fromkeys(node.inputs):
-            if i in self.inputs and next(iter(self.readers[i])) == node.id:  # The first reader pays for the copy.
-                made, *copy = self.there(i, chosen)
-                total += sum([self.prices.seconds(made, s, self.ttype(i)) for s in copy if i in self.shared])
+            if i in self.given and i in self.shared and next(iter(self.readers[i])) == node.id:
+                made, *copy = self.there(i, chosen)  # The first reader pays for the copy.
+                total += sum([self.prices.seconds(made, s, self.ttype(i)) for s in copy])
         for i in node.outputs:
-            made, *copy = self.there(i, chosen)
-            total += sum([self.prices.seconds(made, s, self.ttype(i)) for s in copy])
-            end = self._end_of(i, chosen)
-            if end is not None and not copy:
-                total += self.prices.seconds(made, end, self.ttype(i))
+            total += self._after(i, chosen)
         return total
 
     def source(self, node: Node, placement: Placement, chosen: Sequence[int]) -> Source:
@@ -391,6 +388,13 @@ class Program:
             if made.splits:
                 return Source("result", place)
         return Source("whole")
+
+    def _after(self, tensor: int, chosen: Sequence[int]) -> float:
+        """Seconds of bringing a result to its annotation, or to its copy, or else to where it is left."""
+        made, end = self._made(tensor, chosen), self._end_of(tensor, chosen)
+        copy = () if tensor in self.given else self.there(tensor, chosen)[1:]
+        targets = copy or ((end,) if end is not None else ())
+        return sum([self.prices.seconds(made, target, self.ttype(tensor)) for target in targets])
 
     def next_best(self, node: int, chosen: Sequence[int]) -> tuple[Placement, float] | None:
         """The label that costs least but for the chosen one if all others stay, and how much more it costs."""
@@ -423,16 +427,15 @@ class Program:
         return {pair for pair in found if pair[0] is not pair[1]}
 
     def _used(self, tensor: int, chosen: Sequence[int]) -> list[Pair]:
-        if tensor in self.inputs and tensor not in self.graph.annotations:
-            return []
         there, ttype = self.there(tensor, chosen), self.ttype(tensor)
+        is_free = tensor in self.inputs and tensor not in self.graph.annotations  # whole: its parts cost nothing
         needs = [self.placement(node, chosen).operands[place]
                  for node, places in self.readers.get(tensor, {}).items() for place in places]  # fmt: skip
-        if tensor in self.makers and tensor in self.graph.annotations:
-            needs.append(self.graph.annotations[tensor])
-        elif tensor in self.makers and tensor in self.graph.outputs:
-            needs.append(self.left(tensor, chosen))
-        return [*((have, need, ttype) for have in there for need in needs), *((there[0], s, ttype) for s in there[1:])]
+        pairs = [] if is_free else [(have, need, ttype) for have in there for need in (*needs, *there[1:])]
+        if tensor in self.makers:
+            made, end = self._made(tensor, chosen), self._end_of(tensor, chosen)
+            pairs += [(made, end, ttype)] if end is not None else []
+        return pairs
 
 
 def _beside(call: Call, source: Sharding) -> Iterator[Sharding]:
