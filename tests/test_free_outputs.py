@@ -75,14 +75,14 @@ def test_numbers_and_stored_plans(left: Spec, right: Spec) -> None:
     assert (str(found), found.choices, found.shardings) == (str(plan), plan.choices, plan.shardings)
 
 
-def test_a_sum_of_weights_in_columns_and_rows_stays_whole() -> None:
-    """As in Megatron-LM: nothing is moved for the output to be split, and whoever reads it has all of it."""
+def test_a_sum_that_nobody_places_is_left_scattered() -> None:
+    """That is half of reducing it, as Megatron-LM does where the next layer wants it whole."""
     with mf.FusionDefinition() as fd:
         x, w, v = fd.define_tensor([64, 64]), fd.define_tensor([64, 256]), fd.define_tensor([256, 64])
         fd.mesh_split(w, MESH, [None, "y"])
         fd.mesh_split(v, MESH, ["y", None])
         fd.add_output(fd.ops.matmul(fd.ops.gelu(fd.ops.matmul(x, w)), v))
-    assert as_spec(fd.compile().output_shardings()[0]) == [None, None]
+    assert as_spec(fd.compile().output_shardings()[0]) == [("y",), None]
 
 
 def test_several_outputs_are_left_together() -> None:
