@@ -15,15 +15,15 @@ from .definition import annotating, applying, inputs
 from .definition.attributes import calling_ours, check_attribute
 from .definition.namespaces import Fusion, OpNamespace
 from .definition.recording import OpNode, Recording
-from .definition.reverse import gradients
-from .definition.tensor_view import TensorView, Val, own
+from .definition.reverse import append_gradients
+from .definition.tensor_view import TensorView, Val, own, own_all
 from .dtypes import DataType
 from .errors import SourceLine, caller_line, line_in_script, shown, user_error
 from .execution import Execution
-from .gc_pause import no_collection
 from .host_ir import HostProgram
 from .mesh import DeviceMesh
 from .ops.opdef import OpDef
+from .ops.values import ScalarRef
 from .planner.halves import write_halves
 from .preparation import prepared
 from .programs import Programs, Shapes
@@ -176,16 +176,9 @@ class FusionDefinition:
 
         Entries that are -1 or scalars already are kept as they are. Raises DefinitionError for anything else.
         """
-        line, recording = self.recording.line_of_change(), self.recording
-        count = inputs.vector_length(size, line)
-        if count is not None:
-            return [Val(self, inputs.define_scalar(recording, None, dtype, line)) for _ in range(count)]
-        return [
-            entry
-            if isinstance(entry, Val) or as_int(entry) == -1
-            else Val(self, inputs.define_constant(recording, entry, dtype, line))
-            for entry in size  # type: ignore[union-attr]  # a list, as it has no count
-        ]
+        line = self.recording.line_of_change()
+        made = inputs.define_vector(self.recording, size, dtype, line)
+        return [Val(self, entry) if isinstance(entry, ScalarRef) else entry for entry in made]
 
     def call(self, name: str | OpDef, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
         """Apply an op, by its name or as an OpDef: a TensorView, a tuple of them, or (on scalars alone) a Val."""
@@ -265,17 +258,7 @@ class FusionDefinition:
         derivative.
         """
         line = self.recording.line_of_change()
-        sources = [own(self, t, "grad: outputs", line) for t in _listed(outputs)]
-        targets = [own(self, t, "grad: wrt", line) for t in _listed(wrt)]
-        given = [None] * len(sources) if grad_outputs is None else _listed(grad_outputs)
-        if len(given) != len(sources):
-            raise user_error(
-                "grad: grad_outputs", f"{len(given)} for {len(sources)} outputs", "one per output, or None", "", line
-            )
-        seeds = [None if g is None else own(self, g, "grad: grad_outputs", line) for g in given]
-        with no_collection():
-            made = gradients(self, sources, targets, seeds, self.recording.constants, line)
-        self.recording.primals.update((grad.id, primal.id) for grad, primal in zip(made, targets, strict=True))
+        made = append_gradients(self, outputs, wrt, grad_outputs, line)
         return made if isinstance(wrt, (list, tuple)) else made[0]
 
     def stop_gradient(self, tensor: TensorView) -> TensorView:
@@ -360,7 +343,7 @@ class FusionDefinition:
         input.
         """
         line = caller_line()
-        given = [own(self, t, "prepared", line).id for t in _listed(inputs)]
+        given = [t.id for t in own_all(self, inputs, "prepared", line)]
         check_flags(line, gathered=gathered)
         cut = prepared(self._programs, given, shapes, gathered, line)
         first, rest = self._like(), self._like()
@@ -458,7 +441,3 @@ class FusionDefinition:
     def _random_state(self, device: torch.device, step: int) -> tuple[int, int]:
         """The seed and the offset by which step number `step` on this device draws random numbers."""
         return self._execution.seed.value(), step
-
-
-def _listed(tensors: Any) -> Sequence[Any]:
-    return tensors if isinstance(tensors, (list, tuple)) else (tensors,)
