@@ -92,7 +92,7 @@ def test_strides_gradients_and_the_callers_mode_are_not_looked_at(mode: str) -> 
             assert familiar.find([GOOD, value], OPTIONS) == familiar.find([value, value], OPTIONS) == "program"
 
 
-def test_many_kinds_of_arguments_are_told_apart() -> None:
+def test_many_kinds_of_arguments_are_distinguished() -> None:
     """More than have guards, by whichever tells them; each is found again after all others."""
     familiar, kinds = ArgumentGuards[int](), [torch.zeros(n) for n in range(12)]
     for size, value in enumerate(kinds):

@@ -176,7 +176,7 @@ def test_a_view_of_an_argument_that_nothing_else_reads_is_of_the_strides_that_it
 NUMBERS = (0.0, -0.0, float("nan"), float("inf"), 1, True, 1.0)
 
 
-def test_a_constant_of_compiled_code_is_told_from_equal_ones():
+def test_a_constant_of_compiled_code_is_not_mistaken_for_an_equal_one():
     """1 / -0.0 is not 1 / 0.0: neither what is compiled for one, nor what is kept of it, is the other's."""
     fd = defined(lambda fd, x, scale: fd.ops.truediv(x, scale), (4, 8), scale=mf.DataType.Double)
     x = torch.linspace(-2.0, 2.0, 32).reshape(4, 8)
@@ -385,12 +385,12 @@ def test_the_backend_is_an_argument_or_the_environments(monkeypatch):
     monkeypatch.setenv("MESHFUSE_BACKEND", "inductor")
     assert requested(None) == "inductor" and requested("eager") == "eager"
     monkeypatch.setenv("MESHFUSE_BACKEND", "xla")
-    with pytest.raises(mf.ArgumentError) as told:
+    with pytest.raises(mf.ArgumentError) as caught:
         chain(1, 4).simulate([torch.randn(4, 4)])
-    assert "MESHFUSE_BACKEND: found 'xla', needed one of auto, eager, inductor, nvfuser." in str(told.value)
-    with pytest.raises(mf.ArgumentError) as told:
+    assert "MESHFUSE_BACKEND: found 'xla', needed one of auto, eager, inductor, nvfuser." in str(caught.value)
+    with pytest.raises(mf.ArgumentError) as caught:
         chain(1, 4).execute([torch.randn(4, 4)], backend="cuda")
-    assert "backend: found 'cuda', needed one of auto, eager, inductor, nvfuser." in str(told.value)
+    assert "backend: found 'cuda', needed one of auto, eager, inductor, nvfuser." in str(caught.value)
 
 
 def test_the_table_of_backends_says_what_runs_each_segment(monkeypatch):
@@ -485,7 +485,7 @@ def test_what_is_compared_with_an_extreme_of_it_is_the_number_that_this_was_take
 
 
 @pytest.mark.parametrize("way", ["execute", "simulate"])
-def test_an_error_in_the_run_that_tells_what_to_compile_is_told_like_any_other(way, monkeypatch):
+def test_an_error_while_tracing_is_reported_like_any_other(way, monkeypatch):
     """The next call compiles: one wrong batch must not leave a job on the text for good."""
     monkeypatch.setenv("MESHFUSE_BACKEND", "inductor")
     with mf.FusionDefinition() as fd:

@@ -443,11 +443,11 @@ def test_a_definition_is_not_copied(how: Callable[[Any], Any], used: bool) -> No
     fd.add_output(fd.ops.relu(x))
     if used:
         fd.simulate([X])
-    said = re.escape(
+    message = re.escape(
         "a definition cannot be copied or pickled: found FusionDefinition, needed the code that makes it. Call that "
         "code again where another is needed; print(fd) is it. (at test_bad_input.py:"
     )
-    with pytest.raises(mf.DefinitionError, match=said) as caught:
+    with pytest.raises(mf.DefinitionError, match=message) as caught:
         how(fd)
     assert caught.value.where is not None and "lambda fd: " in caught.value.where.text
 

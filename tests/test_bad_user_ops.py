@@ -182,7 +182,7 @@ def test_a_function_that_changes_what_it_has_made_itself() -> None:
 
 @pytest.mark.parametrize("error", [KeyError, ZeroDivisionError, StopIteration, AttributeError, RecursionError])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_function_that_raises_is_told_with_the_line_of_its_call(error: type[Exception], sharded: bool) -> None:
+def test_an_error_in_a_function_names_the_line_of_its_call(error: type[Exception], sharded: bool) -> None:
     def raising(x: torch.Tensor) -> torch.Tensor:
         raise error("mine")
 

@@ -98,7 +98,7 @@ def crossed(n: int = 64, rows: int = 4, **options: float) -> mf.FusionDefinition
     return fd
 
 
-def test_an_entry_says_who_asked_and_which_annotations_are_behind_it() -> None:
+def test_an_entry_names_the_reader_and_the_annotations_behind_it() -> None:
     made = crossed().bill()
     gather = next(entry for entry in made.entries if entry.tensor.startswith("w"))
     assert (gather.collective, gather.source, gather.target) == ("all-gather", "[tp, -]", "[-, -]")
@@ -233,8 +233,8 @@ def test_a_wrong_bound(wrong: object) -> None:
 
 def test_without_a_bound_only_what_another_annotation_would_halve_is_warned_of() -> None:
     """Of large tensors: y is wanted by columns for no reason, so that all of it is sent to where it is not made."""
-    said = r"the plan moves [\d,]+ bytes per rank; the largest collective is the all-to-all of y .*Leave out .* of y"
-    with pytest.warns(mf.PlanWarning, match=said):
+    message = r"the plan moves [\d,]+ bytes per rank; the largest collective is the all-to-all of y .*Leave out .* of y"
+    with pytest.warns(mf.PlanWarning, match=message):
         crossed(16384, 16).compile()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -131,7 +131,7 @@ def test_a_script_s_own_words_cannot_break_the_page(tmp_path: object) -> None:
     assert read.programs[0]["collectives"][0]["axes"] == "<b>&"
 
 
-def test_the_runner_up_is_shown_where_it_is_asked_for() -> None:
+def test_the_runner_up_is_shown_with_alternatives() -> None:
     compiled = layers(1).compile()
     for alternatives in (True, False):
         (program,) = Page(page([compiled], alternatives=alternatives)).programs

@@ -118,7 +118,7 @@ def test_a_rival_that_fails_is_an_error() -> None:
         run.measure_rival("rival_dtensor.py", sys.executable, ["no such program"])
 
 
-def test_where_xla_is_not_as_published_it_is_said() -> None:
+def test_plans_of_xla_that_are_not_as_published_are_marked() -> None:
     published = {name: row.xla_cpu_mb for name, row in figures.read_figures().items()}
     assert run.differences(run.Rival("", published, {})) == []
     (line, _) = run.differences(run.Rival("", {**published, "a1": 31.0}, {}))

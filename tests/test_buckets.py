@@ -41,9 +41,9 @@ def test_independent_reductions_are_one_call_per_axis_and_dtype(made):
 @given(st.lists(st.tuples(st.sampled_from([1, 7, 40]), AXES, DTYPES), min_size=1, max_size=8))
 def test_the_programs_bytes_are_the_bills(made):
     fd = sums(*(list(column) for column in zip(*made, strict=True)))
-    told = [(c.tensor, c.wire) for c in fd.host_program(0).communications]
+    sent = [(c.tensor, c.wire) for c in fd.host_program(0).communications]
     billed = [(entry.tensor, entry.wire) for entry in fd.bill().entries]
-    assert sorted(told) == sorted(billed)
+    assert sorted(sent) == sorted(billed)
     assert sum(call.about.wire for call in collectives(fd)) == fd.bill().total
 
 

@@ -445,25 +445,25 @@ def outcomes(worlds, victim: int, count: int, action) -> set[str]:
     """What two ranks say of an action of all where the system refuses one of them a call; none waits for the other."""
     team = Team(2)
     team.barrier = threading.Barrier(2, timeout=10)
-    said = set()
+    errors = set()
 
     def one(rank):
         try:
             with refused(count, REFUSAL, "/checkpoint/") if rank == victim else contextlib.nullcontext():
                 action()
-                said.add("" if rank != victim or sys.getprofile() else "unnoticed")
+                errors.add("" if rank != victim or sys.getprofile() else "unnoticed")
         except mf.MeshfuseError as error:
-            said.add(str(error))
+            errors.add(str(error))
 
     worlds(team, one)
-    return said
+    return errors
 
 
-def failure(said: set[str], victim: int) -> str:
+def failure(errors: set[str], victim: int) -> str:
     """What the ranks say that is wrong, which has come to both or to none."""
-    failed = said - {"", "unnoticed"}
-    assert not failed or failed == said, said
-    assert all(f"found on rank {victim} " in text or REFUSAL.strerror in text for text in failed), said
+    failed = errors - {"", "unnoticed"}
+    assert not failed or failed == errors, errors
+    assert all(f"found on rank {victim} " in text or REFUSAL.strerror in text for text in failed), errors
     return "".join(failed)
 
 
@@ -478,12 +478,15 @@ def test_what_a_disk_refuses_a_save_at_any_moment_fails_it_on_all_ranks_or_on_no
         path = tmp_path / str(count)
         worlds(Team(2), lambda rank: save(1.0))
         with warnings.catch_warnings(record=True):
-            said = outcomes(worlds, victim, count, lambda: save(2.0))
-        if said == {""}:
+            errors = outcomes(worlds, victim, count, lambda: save(2.0))
+        if errors == {""}:
             break
-        failed = failure(said, victim)
+        failed = failure(errors, victim)
         found = mf.load(path)
-        assert found["t"].tolist() == [*found["w"].tolist()] * 2 == ([1.0] * 4 if failed else [2.0] * 4), (count, said)
+        assert found["t"].tolist() == [*found["w"].tolist()] * 2 == ([1.0] * 4 if failed else [2.0] * 4), (
+            count,
+            errors,
+        )
         assert not [*path.glob("*.part")], count
         worlds(Team(2), lambda rank: save(5.0))
         assert mf.load(path)["t"].tolist() == [5.0] * 4 and len(list(path.iterdir())) == 2
@@ -500,10 +503,10 @@ def test_what_a_disk_refuses_a_load_at_any_moment_fails_it_on_all_ranks_or_on_no
         assert found["t"].tolist() == [start, start + 1] and found["n"] == 7
 
     for count in itertools.count(1):
-        said = outcomes(worlds, victim, count, load)
-        if said == {""}:
+        errors = outcomes(worlds, victim, count, load)
+        if errors == {""}:
             break
-        failure(said, victim)
+        failure(errors, victim)
     assert count > 30
 
 
@@ -530,7 +533,7 @@ def test_one_rank_that_fails_fails_all(tmp_path, worlds, monkeypatch):
     assert not (tmp_path / "checkpoint.json").exists()
 
 
-def test_ranks_that_save_to_different_folders_are_told_so(tmp_path, worlds):
+def test_saving_to_different_folders_is_an_error(tmp_path, worlds):
     """As with the time in the folder's name. The checkpoint would lack the parts of all but the first rank."""
     sharding = mf.Sharding(mf.DeviceMesh((3,), ("a",)), ((mf.Split(3, "a"),),))
     failures = []
@@ -551,7 +554,7 @@ def test_ranks_that_save_to_different_folders_are_told_so(tmp_path, worlds):
 
 
 @pytest.mark.parametrize("what", ["finish", "write_data", "set_up_storage_writer"])
-def test_a_disk_that_is_full_at_any_file_is_told_to_all(tmp_path, worlds, monkeypatch, what):
+def test_a_disk_that_is_full_at_any_file_is_an_error_on_all_ranks(tmp_path, worlds, monkeypatch, what):
     """torch's own index is the first rank's alone."""
     mf.save(tmp_path, {"t": torch.ones(3)})
 

@@ -141,8 +141,8 @@ def test_what_the_system_refuses_is_one_line(
         with refused(count, OSError(errno.EMFILE, "refused"), "/report/", "/whole_files.py", "/spans.py"):
             code = main(words)
         text = capsys.readouterr().err
-        said = (text.count("\n"), ": found " in text and ", needed " in text)  # Beside the script's own line.
-        assert (code, said) in ((1, (2, True)), (0, (1, False))), (count, text)
+        printed = (text.count("\n"), ": found " in text and ", needed " in text)  # Beside the script's own line.
+        assert (code, printed) in ((1, (2, True)), (0, (1, False))), (count, text)
         assert not [*tmp_path.glob("*.part")], count
         seen.add(code)
     assert seen == {0, 1}
@@ -168,9 +168,9 @@ def test_where_nothing_can_be_printed(command: list[str], to: str, script: str, 
     environment = os.environ | {"PYTHONPATH": str(Path(meshfuse.__file__).parents[1])}
     line = f"{shlex.join([*words, *command[1:]])} {where}"
     done = subprocess.run(line, shell=True, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    said = done.stderr.replace("the script's own words\n", "")
+    printed = done.stderr.replace("the script's own words\n", "")
     full = "meshfuse: what the command says cannot be written: found No space left on device, needed room and a file"
-    assert (done.returncode, said) == ((1, f"{full} to write to.\n") if to == "/dev/full" else (0, "")), done
+    assert (done.returncode, printed) == ((1, f"{full} to write to.\n") if to == "/dev/full" else (0, "")), done
     assert to == "/dev/full" or (tmp_path / "page").exists() == ("page" in command)
 
 
@@ -362,31 +362,31 @@ MESHES = ["=,=", "", ",", "x", "x=", "=2", "x=a", "x=0", "x=-1", "x=2=3", "x=2,x
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("command", [["explain"], ["bill"], ["trace"], ["trace", "-n", "2"], ["doctor", "--links"]])
-def test_what_is_no_mesh_is_told_before_anything_runs(
+def test_a_malformed_mesh_is_an_error_before_anything_runs(
     command: list[str], mesh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = [] if command[0] == "doctor" else [write(tmp_path, "print('it ran')\n")]
     with pytest.raises(SystemExit) as caught:
         main([*command, *script, f"--mesh={mesh}"])
     assert caught.value.code == 2
-    said = capsys.readouterr()
-    assert "it ran" not in said.out + said.err
-    assert re.search(r"argument --mesh: .*found .*, needed ", said.err), said.err
-    assert "usage: meshfuse" in said.err and len(said.err) < 3000
+    printed = capsys.readouterr()
+    assert "it ran" not in printed.out + printed.err
+    assert re.search(r"argument --mesh: .*found .*, needed ", printed.err), printed.err
+    assert "usage: meshfuse" in printed.err and len(printed.err) < 3000
 
 
 @pytest.mark.parametrize("text", ["print(1", "x = ]", "\0"])
 def test_a_script_that_is_no_python_is_shown_as_python_does(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises((SyntaxError, ValueError)) as told:  # Python 3.10 calls a NUL the latter
+    with pytest.raises((SyntaxError, ValueError)) as caught:  # Python 3.10 calls a NUL the latter
         compile(text, "script.py", "exec")
     assert main(["bill", write(tmp_path, text)]) == 1
-    said = capsys.readouterr().err
-    assert told.typename in said and "cli.py" not in said and "runpy" not in said
+    printed = capsys.readouterr().err
+    assert caught.typename in printed and "cli.py" not in printed and "runpy" not in printed
 
 
-def test_a_definition_left_out_is_told_at_its_own_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_skipped_definition_is_reported_at_its_own_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, "import meshfuse as mf\nfd = mf.FusionDefinition()\nx = fd.define_tensor([-1])\n"
                  "fd.add_output(fd.ops.relu(x))\n")  # fmt: skip
     assert main(["bill", path]) == 1
@@ -423,7 +423,7 @@ def test_a_folder_that_no_trace_can_be_written_to(
 
 
 @pytest.mark.parametrize("folder", ["/dev/null/traces", __file__, "/proc/self"])
-def test_traces_that_cannot_be_written_are_told_at_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traces_that_cannot_be_written_are_an_error_at_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHFUSE_TRACE", folder)
     recorder.cache_clear()
     with pytest.raises(meshfuse.ArgumentError, match=r"MESHFUSE_TRACE: found .*needed a folder.*\(at test_cli\.py:"):

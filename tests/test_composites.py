@@ -225,14 +225,14 @@ def test_argmax_takes_the_first_of_equal_elements() -> None:
         (lambda fd, x: fd.ops.layer_norm(x, []), r"normalized_shape: found \[\], needed 1 to 3 sizes"),
     ],
 )
-def test_a_wrong_argument_is_said(build: Build, text: str) -> None:
+def test_a_wrong_argument_is_an_error(build: Build, text: str) -> None:
     fd = mf.FusionDefinition()
     with pytest.raises(mf.DefinitionError, match=text):
         build(fd, fd.define_tensor([4, 6, 10]))
 
 
 @pytest.mark.parametrize("kind", ParamKind)
-def test_none_is_taken_where_it_is_said_to_be(kind: ParamKind) -> None:
+def test_none_is_accepted_where_documented(kind: ParamKind) -> None:
     taken = of_kind(kind, None, lambda value: value)
     assert taken is (None if kind.value.endswith("or None") else REQUIRED)
 

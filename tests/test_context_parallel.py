@@ -395,14 +395,14 @@ def test_zigzag_is_half_of_the_work(backward: bool) -> None:
         (QKV, {"ring": 2, "dropout_p": 0.1}, "ring_attention: 'dropout_p' is not a parameter"),
     ],
 )
-def test_a_ring_that_cannot_be_is_told(sizes: Any, options: dict[str, Any], text: str) -> None:
+def test_a_ring_that_cannot_be_is_an_error(sizes: Any, options: dict[str, Any], text: str) -> None:
     fd = mf.FusionDefinition()
     tensors = [fd.define_tensor(list(shape)) for shape in sizes]
     with pytest.raises(mf.DefinitionError, match=re.escape(text)):
         fd.ops.ring_attention(*tensors, **options)
 
 
-def test_a_wrong_zigzag_is_told() -> None:
+def test_a_wrong_zigzag_is_an_error() -> None:
     fd = mf.FusionDefinition()
     x = fd.define_tensor([12, 4])
     with pytest.raises(mf.DefinitionError, match=re.escape("found 12 elements in 8 blocks, needed equal blocks")):
@@ -418,7 +418,7 @@ def test_rounds_are_written_out_where_rows_are_sharded_only() -> None:
         assert sum(node.name.startswith("ring_attention") for node in compiled.planned.graph.nodes) == 2
 
 
-def test_the_ring_is_printed_and_priced_as_asked() -> None:
+def test_the_ring_is_printed_and_priced() -> None:
     fd = defined(PLACES["ring of 4"], "zig-zag", mf.DataType.Float, backward=False).fd
     assert "fd.ops.ring_attention(t0, t1, t2, 4, is_causal=True, zigzag=True)" in repr(fd)
     assert "runner-up" in fd.bill(alternatives=True).details()

@@ -97,14 +97,14 @@ def outcome(name: str, sample: Sample, sharded: bool) -> tuple[mf.FusionDefiniti
 @pytest.mark.parametrize("name", OPS)
 def test_a_wrong_argument_is_refused_or_means_the_same_on_every_mesh(name: str) -> None:
     for sample in calls(name):
-        said = f"{sample.args} {sample.kwargs}"
+        arguments = f"{sample.args} {sample.kwargs}"
         made, whole = (outcome(name, sample, sharded) for sharded in (True, False))
-        assert (made is None) == (whole is None), said
+        assert (made is None) == (whole is None), arguments
         if made is None or whole is None:
             continue
         (fd, found), (_, expected) = made, whole
         for a, b, i in zip(found, expected, fd.recording.outputs, strict=False):
             kind = fd.recording.tensors[i].type
-            assert (tuple(a.shape), str(a.dtype)) == (kind.shape, f"torch.{kind.dtype.value}"), said
+            assert (tuple(a.shape), str(a.dtype)) == (kind.shape, f"torch.{kind.dtype.value}"), arguments
             if name not in references.RANDOM and a.dtype != torch.uint64:
-                torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3, equal_nan=True, msg=said)
+                torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3, equal_nan=True, msg=arguments)

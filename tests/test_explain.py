@@ -205,7 +205,7 @@ def moved_in_pieces() -> tuple[mf.FusionDefinition, dict[str, mf.TensorView]]:
     return fd, made
 
 
-def test_what_is_moved_in_exact_pieces_is_not_said_to_be_whole() -> None:
+def test_reshards_in_exact_pieces_are_not_called_whole() -> None:
     fd, made = moved_in_pieces()
     planned = fd.compile().planned
     sources = {node.name: c.source for node, c in zip(planned.graph.nodes, planned.choices, strict=True)}

@@ -120,8 +120,8 @@ def _gradients(
     fd, shapes = mf.FusionDefinition(), [t.shape for t in make_call(OPS[name], sample).results]
     tensors, results = define_call(fd, OPS[name], _open_sample(sample, OPENED[opened]))
     places = [i for i, t in enumerate(results) if t.dtype.category >= Category.FLOAT and (name != "sdpfa_fwd" or not i)]
-    said = {i: results[i].type.shape if opened == "open" else shapes[i] for i in places}
-    seeds = [fd.define_tensor(list(said[i]), dtype=results[i].dtype) for i in places]
+    sizes = {i: results[i].type.shape if opened == "open" else shapes[i] for i in places}
+    seeds = [fd.define_tensor(list(sizes[i]), dtype=results[i].dtype) for i in places]
     wrt = [t for t in tensors if t.dtype.category >= Category.FLOAT]
     for grad in fd.grad([results[i] for i in places], wrt, seeds):
         fd.add_output(grad)

@@ -92,7 +92,7 @@ def test_programs_are_the_same_in_processes_that_hash_otherwise() -> None:
     assert other == first
 
 
-def test_ranks_that_reduce_in_another_order_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_reduce_in_another_order_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The digest that ranks compare before they run tells of the order of steps."""
 
     def turned(resharded: ReshardedDefinition) -> ReshardedDefinition:

@@ -326,9 +326,9 @@ def test_whatever_is_dropped_the_numbers_are_right():
 @pytest.mark.usefixtures("planned_once")
 @settings(max_examples=100)
 @given(PROGRAMS)
-def test_what_is_told_is_of_what_runs(fd: mf.FusionDefinition):
-    told = fd.memory(*shapes_for(fd)).peak
-    assert fd.latest().graph.streams or told == peak(ran(fd)).nbytes
+def test_the_modelled_memory_is_that_of_the_program_that_runs(fd: mf.FusionDefinition):
+    modelled = fd.memory(*shapes_for(fd)).peak
+    assert fd.latest().graph.streams or modelled == peak(ran(fd)).nbytes
 
 
 @settings(max_examples=50)

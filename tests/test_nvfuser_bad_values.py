@@ -232,7 +232,7 @@ ASKED: dict[str, Callable[[Rows], Any]] = {
 
 
 @pytest.mark.parametrize("first", ASKED)
-def test_a_definition_by_methods_is_defined_before_whatever_is_asked_first(first: str) -> None:
+def test_a_definition_by_methods_is_complete_at_any_first_question(first: str) -> None:
     fd = Rows()
     ASKED[first](fd)
     torch.testing.assert_close(fd.simulate([X])[0], X.exp().sum(0))

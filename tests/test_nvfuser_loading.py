@@ -84,8 +84,8 @@ def test_the_next_torch_with_the_wheel_before_its_own(fitting: pytest.MonkeyPatc
     fitting.setattr(loading, "_torch_version", lambda: "2.11.0+cu130")
     fitting.setattr(loading, "_torch_cuda", lambda: cuda)
     fitting.setitem(sys.modules, "nvfuser_direct", None)
-    said = _refusal()
-    assert refused in said and ("LD_PRELOAD" in said) == ("cannot" in refused)
+    message = _refusal()
+    assert refused in message and ("LD_PRELOAD" in message) == ("cannot" in refused)
     fitting.setitem(sys.modules, "nvfuser_direct", module := type(sys)("nvfuser_direct"))
     module.__version__ = "0.2.36+git7e04d26"  # type: ignore[attr-defined]
     if cuda == "13.0":

@@ -56,7 +56,7 @@ def test_every_op_is_defined_again(name: str) -> None:
         ]
 
 
-def test_inputs_say_all_that_was_said_of_them() -> None:
+def test_inputs_print_with_all_their_options() -> None:
     def define(fd: FusionDefinition) -> None:
         fd.define_tensor([-1, 1, 4])
         fd.define_tensor(shape=[-1, 1], contiguity=True, dtype=DataType.Half, is_cpu=True)

@@ -51,8 +51,8 @@ def test_every_op_says_what_it_computes(name: str) -> None:
 
 def test_every_op_is_in_one_family_and_every_fate_and_partial_rule_has_its_words() -> None:
     assert sorted(op.name for _, ops in families().values() for op in ops) == sorted(OPS)
-    told = {fate.split(" by ")[0] for op in OPS.values() for example in examples(op) for fate in example.fates}
-    assert told == {*FATES}
+    shown = {fate.split(" by ")[0] for op in OPS.values() for example in examples(op) for fate in example.fates}
+    assert shown == {*FATES}
     assert {*CARRIES} == {*Partial}
 
 
@@ -179,7 +179,7 @@ def test_an_error_that_names_what_is_not_there_says_what_is(name: str) -> None:
         getattr(fd.ops, name)
 
 
-def test_methods_and_functions_of_torch_are_told_of_too() -> None:
+def test_errors_name_the_op_for_a_method_or_function_of_torch() -> None:
     x = mf.FusionDefinition().define_tensor([4, 4])
     for ask in (lambda: x.unsqueeze(0), lambda: torch.unsqueeze(x, 0)):
         with pytest.raises(mf.DefinitionError, match=re.escape("Write fd.ops.broadcast(x, [True, False, False])")):

@@ -344,7 +344,7 @@ def test_a_plan_of_other_values_is_planned_anew_or_the_same(cache, planning, mon
     assert refused > 1000
 
 
-def test_a_plan_whose_values_are_no_plan_is_told_of(cache, planning):
+def test_a_stored_plan_with_wrong_values_gives_a_warning(cache, planning):
     first = decided(scans())
     (path,) = cache.glob("*.plan")
     text = disk_cache.read(cache, path.name)
@@ -428,7 +428,7 @@ def test_a_meshfuse_without_files_keeps_no_plans(cache, planning, monkeypatch):
     forget()
 
 
-def test_it_is_off_when_told_so(cache, planning, monkeypatch):
+def test_it_can_be_switched_off(cache, planning, monkeypatch):
     monkeypatch.setenv("MESHFUSE_CACHE", "off")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -536,13 +536,13 @@ def test_a_second_process_reads_what_the_first_wrote(tmp_path):
     path.write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": str(SOURCE), "XDG_CACHE_HOME": str(tmp_path / "xdg")}
     environment.pop("MESHFUSE_CACHE")
-    said = [
+    answers = [
         subprocess.run(
             [sys.executable, path], env=environment, capture_output=True, text=True, timeout=120
         ).stdout.split()
         for _ in range(2)
     ]
-    assert said[0][0] == said[1][0]
-    assert [planned for _, planned in said] == ["True", "False"]
+    assert answers[0][0] == answers[1][0]
+    assert [planned for _, planned in answers] == ["True", "False"]
     folder = tmp_path / "xdg" / "meshfuse" / "plans"
     assert folder.stat().st_mode & 0o777 == 0o700

@@ -81,7 +81,7 @@ def go(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
-def said(process: subprocess.Popen[str]) -> list[str]:
+def lines_of(process: subprocess.Popen[str]) -> list[str]:
     return process.communicate(timeout=120)[0].split()
 
 
@@ -94,7 +94,7 @@ def test_of_processes_that_begin_together_one_plans(start: Starter) -> None:
     processes = [start(1.0) for _ in range(3)]
     for process in processes:
         go(process)
-    texts = [said(process) for process in processes]
+    texts = [lines_of(process) for process in processes]
     assert sorted(map(len, texts)) == [1, 1, 2] and len({text[-1] for text in texts}) == 1
     assert not start.left()
 
@@ -103,7 +103,7 @@ def test_what_is_not_worth_a_file_each_plans(start: Starter) -> None:
     processes = [start(0.0, worth=1e9) for _ in range(2)]
     for process in processes:
         go(process)
-    texts = [said(process) for process in processes]
+    texts = [lines_of(process) for process in processes]
     assert [text[0] for text in texts] == ["plans", "plans"] and texts[0] == texts[1]
     assert not [*(start.cache / "plans").iterdir()]
 
@@ -115,7 +115,7 @@ def test_where_the_one_that_plans_is_killed_another_does(start: Starter) -> None
     go(other)
     time.sleep(0.5)
     first.kill()
-    assert said(other)[0] == "plans"
+    assert lines_of(other)[0] == "plans"
 
 
 def test_the_others_wait_as_long_as_the_one_that_plans_runs(start: Starter) -> None:
@@ -124,7 +124,7 @@ def test_the_others_wait_as_long_as_the_one_that_plans_runs(start: Starter) -> N
     go(first)
     begins(first)
     go(other)
-    assert len(said(other)) == 1 and len(said(first)) == 1 and not start.left()
+    assert len(lines_of(other)) == 1 and len(lines_of(first)) == 1 and not start.left()
 
 
 def test_of_a_process_that_cannot_be_seen_they_wait_half_of_the_limit(tmp_path: Path, monkeypatch: Any) -> None:
@@ -151,7 +151,7 @@ def test_where_the_one_that_plans_stands_still_the_others_go_on(start: Starter) 
     begins(first)
     first.send_signal(signal.SIGSTOP)
     go(other)
-    assert said(other)[0] == "plans"
+    assert lines_of(other)[0] == "plans"
 
 
 def test_threads_wait_for_each_other_too(tmp_path: Path) -> None:

@@ -168,17 +168,17 @@ def test_two_calls_of_one_op_draw_different_numbers_and_a_given_seed_the_same() 
     assert not torch.equal(a, b) and torch.equal(c, d) and not torch.equal(a, c)
 
 
-@pytest.mark.parametrize(("given", "said"), [
+@pytest.mark.parametrize(("given", "message"), [
     ({"rng_seed": 3}, "rng_seed and rng_offset: found rng_seed alone, needed both or neither"),
     ({"rng_offset": 0}, "rng_seed and rng_offset: found rng_offset alone, needed both or neither"),
     ({"rng_seed": 1.5, "rng_offset": 0}, "rng_seed: found 1.5, needed an integer"),
     ({"rng_seed": 1, "rng_offset": mf.DataType.Double}, "rng_offset: found Double, needed an integer"),
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["uniform", "normal"])
-def test_a_state_that_numbers_cannot_be_drawn_by(name: str, given: dict[str, Any], said: str) -> None:
+def test_a_state_that_numbers_cannot_be_drawn_by(name: str, given: dict[str, Any], message: str) -> None:
     fd = mf.FusionDefinition()
     numbers = {key: fd.define_scalar(dtype=n) if isinstance(n, mf.DataType) else n for key, n in given.items()}
-    with pytest.raises(mf.DefinitionError, match=rf"{name}: {said}.*\(at test_random\.py:"):
+    with pytest.raises(mf.DefinitionError, match=rf"{name}: {message}.*\(at test_random\.py:"):
         getattr(fd.ops, name)(0.0, 1.0, [3], **numbers)
 
 

@@ -168,13 +168,13 @@ def wrong(name: str, place: int) -> tuple[list[Any], str]:
 def test_an_index_that_the_dim_does_not_have_is_an_error_on_every_mesh(name: str, spec: str, place: int) -> None:
     """The same error, whether a rank holds the whole dim, a part of it or none."""
     fd = lookup(forward(name), SPECS[spec])
-    arguments, said = wrong(name, place)
-    with pytest.raises(mf.KernelError, match=f"{said}, as the dim has size 6.*at test_refusals.py") as caught:
+    arguments, message = wrong(name, place)
+    with pytest.raises(mf.KernelError, match=f"{message}, as the dim has size 6.*at test_refusals.py") as caught:
         fd.simulate(arguments)
     assert str(caught.value).startswith(f"{name}: an index is out of range on rank ")
     fd.simulate(wrong(name, 5)[0])
     if SPECS[spec] is None:
-        with pytest.raises(mf.KernelError, match=said):
+        with pytest.raises(mf.KernelError, match=message):
             fd.execute(arguments)
 
 
@@ -187,8 +187,8 @@ def test_gradients_find_such_an_index_though_nothing_reads_the_look_up(
 ) -> None:
     """As the forward would: what is added where nothing was read is no gradient."""
     fd = lookup(build(name), SPECS[spec])
-    arguments, said = wrong(name, place)
-    with pytest.raises(mf.KernelError, match=f"an index is out of range on rank .*{said}.*at test_refusals.py"):
+    arguments, message = wrong(name, place)
+    with pytest.raises(mf.KernelError, match=f"an index is out of range on rank .*{message}.*at test_refusals.py"):
         fd.simulate(arguments)
     fd.simulate(wrong(name, 5)[0])
 
@@ -217,8 +217,8 @@ def test_compiled_segments_tell_it_as_eager_ones_do(name: str, monkeypatch: pyte
     monkeypatch.setenv("MESHFUSE_BACKEND", "inductor")
     fd = lookup(forward(name), SPECS["rows"])
     for place in (5, 6):
-        arguments, said = wrong(name, place)
-        with contextlib.nullcontext() if place == 5 else pytest.raises(mf.KernelError, match=said):
+        arguments, message = wrong(name, place)
+        with contextlib.nullcontext() if place == 5 else pytest.raises(mf.KernelError, match=message):
             fd.simulate(arguments)
     (made,) = fd._execution.simulated.values()
     chosen = [c for segments in made.simulation.segments for c in segments.chosen.values()]
@@ -233,7 +233,7 @@ def test_no_indices_at_all_are_fine() -> None:
     assert fd.execute([torch.ones(6, 4), torch.empty(0, dtype=torch.int64)])[0].shape == (0, 4)
 
 
-def test_a_lack_of_memory_is_told_with_the_op() -> None:
+def test_an_out_of_memory_error_names_the_op() -> None:
     with mf.FusionDefinition() as fd:
         y = fd.ops.sin(fd.define_tensor([1 << 60]))
         fd.add_output(y)

@@ -28,7 +28,7 @@ def _facts(fd: mf.FusionDefinition) -> tuple[Any, ...]:
     nodes = [(node.op.name, repr(node.args), node.inputs, node.outputs) for node in fd.recording.nodes]
     notes = {i: _annotation_facts(a) for i, a in fd.recording.all_annotations.items() if _says_something(a)}
     tensors = [(made.type, made.stride_order) for made in fd.recording.tensors]
-    overlaps = {i: asked[:3] for i, asked in fd.recording.overlaps.items()}
+    overlaps = {i: overlap[:3] for i, overlap in fd.recording.overlaps.items()}
     return (
         tensors,
         repr(fd.recording.scalars),

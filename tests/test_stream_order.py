@@ -162,7 +162,7 @@ def test_memory_that_is_freed_before_its_wait_is_a_race() -> None:
         simulation(fd, freed_at_once)(inputs)
 
 
-def test_what_nothing_waits_for_is_told() -> None:
+def test_unordered_uses_of_memory_are_found() -> None:
     fd, inputs = made(*PROGRAMS["moved"])
     with pytest.raises(AssertionError, match=r"nothing waits for all_gather #1 of ranks"):
         simulation(fd, without_waits)(inputs)

@@ -81,7 +81,7 @@ def roll_call(store: dist.Store, ranks: Iterable[int], seconds: float = _LOOK) -
 
 
 def _call(store: dist.Store, ranks: tuple[int, ...], seconds: float) -> dict[int, str | None]:
-    finished = {rank: said for rank in ranks if (said := goodbye(store, rank)) is not None}
+    finished = {rank: message for rank in ranks if (message := goodbye(store, rank)) is not None}
     replies = {rank: _ring(store, rank) for rank in ranks if rank not in finished}
     silent = await_keys(store, list(replies.values()), seconds, lambda: None)
     answers = {rank: None if key in silent else store.get(key).decode() for rank, key in replies.items()}

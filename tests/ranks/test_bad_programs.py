@@ -96,10 +96,10 @@ def on_rank_without_memory() -> tuple[str, bool, list[torch.Tensor]]:
     fd, inputs = replicated_product(mesh)
     try:
         large.execute([torch.ones(1).expand(size // 2)])
-        said, is_known = "no error", False
+        message, is_known = "no error", False
     except torch.OutOfMemoryError as error:
-        said, is_known = str(error), isinstance(error, mf.OutOfMemoryError)
-    return said, is_known, fd.execute(inputs)
+        message, is_known = str(error), isinstance(error, mf.OutOfMemoryError)
+    return message, is_known, fd.execute(inputs)
 
 
 def test_no_memory_for_a_communication(ranks2):
@@ -123,7 +123,7 @@ def test_a_world_larger_than_the_mesh(ranks4):
         assert error.startswith(text)
 
 
-def test_idle_ranks_are_allowed_when_asked_for(ranks4):
+def test_idle_ranks_are_an_option(ranks4):
     found = ranks4.run(on_rank_of_mesh, 2, True)
     assert [error for error, _ in found] == ["no error"] * 4
     assert [outputs == [None] for _, outputs in found] == [False, False, True, True]
@@ -171,8 +171,8 @@ def test_ranks_with_different_programs(ranks4, odd):
         "value on all of them. Make every rank run the same definition with the same shapes; let nothing in "
         "it depend on the rank."
     )
-    for said in ranks4.run(on_rank_different, odd, 2):
-        assert re.fullmatch(re.escape(text) + r" \(at test_bad_programs\.py:\d+\)", said), said
+    for message in ranks4.run(on_rank_different, odd, 2):
+        assert re.fullmatch(re.escape(text) + r" \(at test_bad_programs\.py:\d+\)", message), message
 
 
 def test_the_same_program_is_no_difference(ranks4):
@@ -196,13 +196,13 @@ def on_rank_with_arguments(odd: str, rank: int) -> str:
 def test_ranks_with_different_global_arguments(ranks4, odd):
     """Each would cut its shard out of another tensor, and the result would be of none of them."""
     found = ranks4.run(on_rank_with_arguments, odd, 2)
-    said = {
+    message = {
         "order": r"the global arguments: found ranks 0, 1, 3 'x \(t0\): a sum of bits of -?\d+'; rank 2 'x \(t0\): a",
         "tensor": r"the global arguments: found ranks 0, 1, 3 'x \(t0\): a sum of bits of -?\d+'; rank 2 'x \(t0\): a",
         "scalar": r"the global arguments: found ranks 0, 1, 3 'scalar s0: 2'; rank 2 'scalar s0: 3'",
         "shape": r"the program: found ranks 0, 1, 3 'x \(t0\): global shape \[8, 8\]'; rank 2 'x \(t0\): global",
     }
-    assert all(re.match(f"RankError: ranks disagree on {said[odd]}", text) for text in found), found
+    assert all(re.match(f"RankError: ranks disagree on {message[odd]}", text) for text in found), found
     assert odd == "shape" or all("seed torch alike (torch.manual_seed(0)), or pass each rank" in t for t in found)
 
 
@@ -217,24 +217,24 @@ def on_rank_with_numbers(odd: int | None, rank: int) -> tuple[str, int]:
     world.calls = Calls(world.rank, world.size)  # as at the start of a job
     for call in range(1, 10):
         number = float(call) + (call == odd and world.rank == rank)
-        said = error_of(lambda number=number: fd.execute([torch.ones(2), number]))
-        if said != "no error":
-            return said, call
+        message = error_of(lambda number=number: fd.execute([torch.ones(2), number]))
+        if message != "no error":
+            return message, call
     return "no error", 10
 
 
-@pytest.mark.parametrize(("odd", "told"), [(1, 1), (2, 4), (3, 4), (5, 8)])
-def test_ranks_that_pass_other_numbers(ranks4, odd, told):
+@pytest.mark.parametrize(("odd", "noticed"), [(1, 1), (2, 4), (3, 4), (5, 8)])
+def test_ranks_that_pass_other_numbers(ranks4, odd, noticed):
     """Replicas would differ from there on: known before the first call, and when ranks compare their calls."""
     number = rf"{odd}\.0"
     other = rf"{odd + 1}\.0"
-    said = {
+    message = {
         1: rf"RankError: ranks disagree on the program: found ranks 0, 1, 3 'scalar s0: {number}'; rank 2 'scalar s0: "
         rf"{other}', needed one value on all of them",
     }.get(odd, rf"RankError: .* ranks disagree on the order of calls: found ranks 0, 1, 3 'call {odd}: with s0 = "
           rf"{number}: the definition of .*'; rank 2 'call {odd}: with s0 = {other}: the")  # fmt: skip
     for text, call in ranks4.run(on_rank_with_numbers, odd, 2):
-        assert call == told and re.match(said, text), (call, text)
+        assert call == noticed and re.match(message, text), (call, text)
 
 
 def test_ranks_that_pass_the_same_numbers(ranks4):
@@ -367,8 +367,8 @@ if world.rank == 2:
 fd.execute(shards)
 """
     done = job(START + script, "-m", "meshfuse.runtime.launcher", "--ranks", "3")
-    code, said = FAILURES[failure]
-    assert done.returncode == code and f"meshfuse run: {said}" in done.stderr
+    code, message = FAILURES[failure]
+    assert done.returncode == code and f"meshfuse run: {message}" in done.stderr
     pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(3)]
     assert os.getpid() not in pids
     assert wait_until(lambda: not any(map(alive, pids)), 10)

@@ -41,7 +41,7 @@ def distributed(tensor: torch.Tensor, mesh: Any, placements: str) -> Any:
     return distribute_tensor(tensor, mesh, made, src_data_rank=None)
 
 
-def told(value: Any) -> tuple[str, torch.Tensor, tuple[int, ...]]:
+def described(value: Any) -> tuple[str, torch.Tensor, tuple[int, ...]]:
     """(placements in letters, the global tensor by torch, the strides) of a DTensor."""
     letters = "".join("R" if p.is_replicate() else str(p.dim) for p in value.placements)
     return letters, value.full_tensor(), value.stride()
@@ -67,7 +67,7 @@ def on_rank_linear(shape: tuple[int, ...], names: Any, x: str, w: str, rows: int
     inputs = [distributed(numbers(rows, 8), mesh, x), distributed(numbers(12, 8), mesh, w)]
     (out,) = linear_of(*inputs).execute(inputs)
     same = out.device_mesh is mesh
-    return (*told(out), same, tuple(out.to_local().shape))
+    return (*described(out), same, tuple(out.to_local().shape))
 
 
 LINEAR = [
@@ -118,7 +118,7 @@ def on_rank_transpose() -> tuple[Any, ...]:
     x = distributed(numbers(6, 8), mesh, "01")
     with mf.FusionDefinition() as fd:
         fd.add_output(fd.ops.permute(fd.from_pytorch(x), [1, 0]))
-    return told(fd.execute([x])[0])
+    return described(fd.execute([x])[0])
 
 
 def test_placements_follow_the_dims(ranks4):
@@ -230,7 +230,7 @@ def on_rank_nothing_annotated(shape: tuple[int, ...]) -> list[Any]:
         t = fd.define_tensor([8, 6], dtype=DOUBLE)
         for made in (fd.ops.neg(t), t):
             fd.add_output(made)
-    return [(*told(out)[:2], out.device_mesh is mesh) for out in fd.execute([x])]
+    return [(*described(out)[:2], out.device_mesh is mesh) for out in fd.execute([x])]
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
@@ -268,7 +268,7 @@ def on_rank_free_output(rows: int, width: int) -> tuple[Any, ...]:
     fd.execute([value.to_local() for value in inputs])
     sharding = str(fd.latest().output_shardings()[0])
     (out,) = fd.execute(inputs)
-    return sharding, *told(out)
+    return sharding, *described(out)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(6, 12), (8, 8), (64, 48)])

@@ -120,9 +120,9 @@ def test_whole_tensors_that_differ_are_not_saved_as_one(ranks2, tmp_path, name):
     """Such as a shard that is passed without its sharding: one rank's would be stored, and the others' lost."""
     assert ranks2.run(save_whole, str(tmp_path)) == ["saved", "saved"]
     before = sorted(tmp_path.rglob("*"))
-    for said in ranks2.run(save_whole, str(tmp_path), name):
-        assert f"ranks disagree on what they save: found rank 0 '{name}: whole" in said, said
-        assert "what is another part on each with its sharding: (shard, sharding). (at test_saving.py:" in said
+    for message in ranks2.run(save_whole, str(tmp_path), name):
+        assert f"ranks disagree on what they save: found rank 0 '{name}: whole" in message, message
+        assert "what is another part on each with its sharding: (shard, sharding). (at test_saving.py:" in message
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -154,7 +154,7 @@ assert torch.equal(mf.load(path + "a")["w"], torch.ones(40, 6))
     assert [code for code, _ in results] == [0, 0], results
 
 
-def test_two_saves_at_once_are_told(tmp_path):
+def test_two_saves_at_once_are_an_error(tmp_path):
     """Their order differs between ranks: a checkpoint would be of both. Rank 1 comes when rank 0 has been told."""
     script = """
 if world.rank == 1:
@@ -190,16 +190,16 @@ def save_or_load(path: str) -> str:
 
 def test_one_rank_saves_and_another_loads(ranks2, tmp_path):
     ranks2.run(save, str(tmp_path), "tp")
-    for said in ranks2.run(save_or_load, str(tmp_path)):
-        assert "ranks disagree on what comes next: found rank 0 'meshfuse.load, reading the index'; rank 1" in said
+    for message in ranks2.run(save_or_load, str(tmp_path)):
+        assert "ranks disagree on what comes next: found rank 0 'meshfuse.load, reading the index'; rank 1" in message
     assert ranks2.run(load, str(tmp_path), "inner") == [[], []]
 
 
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_full_disk_under_one_rank_fails_all_and_leaves_what_was(ranks2, tmp_path, where):
     ranks2.run(save, str(tmp_path), "tp")
-    for said in ranks2.run(save_with_little_room, str(tmp_path), where):
-        assert f"meshfuse.save failed while writing: found on rank {where} " in said and "untouched" in said
+    for message in ranks2.run(save_with_little_room, str(tmp_path), where):
+        assert f"meshfuse.save failed while writing: found on rank {where} " in message and "untouched" in message
     assert ranks2.run(load, str(tmp_path), "inner") == [[], []]
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -311,8 +311,8 @@ def on_rank_broken(path: str) -> str:
 
 
 def test_whatever_fails_on_one_rank_fails_on_all_at_once(ranks2, tmp_path):
-    for said in ranks2.run(on_rank_broken, str(tmp_path)):
-        assert "meshfuse.save failed while reading what to save: found on rank 1 KeyError: " in said, said
+    for message in ranks2.run(on_rank_broken, str(tmp_path)):
+        assert "meshfuse.save failed while reading what to save: found on rank 1 KeyError: " in message, message
 
 
 DTYPES = (torch.bfloat16, torch.bool, torch.complex128, torch.int8)
