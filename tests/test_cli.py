@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import meshfuse
+from commands import SOURCE, forked
 from interrupts import interrupted, places, refused, requests
 from meshfuse.cli import main
 from meshfuse.executor.record import recorder
@@ -148,44 +149,48 @@ def test_what_the_system_refuses_is_one_line(
     assert seen == {0, 1}
 
 
-@pytest.mark.parametrize("command", [["bill", "--why"], ["explain"], ["trace"]])
-def test_names_that_a_terminal_cannot_show(command: list[str], tmp_path: Path) -> None:
+def test_names_that_a_terminal_cannot_show(tmp_path: Path) -> None:
     path = tmp_path / "größe.py"
     path.write_text(SCRIPT.replace("y = ", "größe = ").replace("(y", "(größe"), encoding="utf-8")
-    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(meshfuse.__file__).parents[1])}
-    words = [sys.executable, "-m", "meshfuse", command[0], str(path), *command[1:]]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == 0 and done.stderr == "the script's own words\n", done.stderr
-    assert "gr\\xf6\\xdfe" in done.stdout or command == ["trace"]
+    words = [["bill", str(path), "--why"], ["explain", str(path)], ["trace", str(path)]]
+    found = forked([("file", w) for w in words], tmp_path, PYTHONIOENCODING="ascii")
+    for (command, *_), done in zip(words, found, strict=True):
+        assert done.code == 0 and done.errors == b"the script's own words\n", done
+        assert b"gr\\xf6\\xdfe" in done.out or command == "trace"
 
 
-@pytest.mark.parametrize("command", [["bill"], ["explain"], ["trace"], ["bill", "--html", "page"], ["ops"], ["doctor"]])
-@pytest.mark.parametrize("to", ["/dev/full", "closed", "all closed"])
-def test_where_nothing_can_be_printed(command: list[str], to: str, script: str, tmp_path: Path) -> None:
+UNPRINTABLE = [["bill"], ["explain"], ["trace"], ["bill", "--html", "page"], ["ops"], ["doctor"]]
+FULL = "meshfuse: what the command says cannot be written: found No space left on device, needed room and a file to"
+
+
+def test_where_nothing_can_be_printed(script: str, tmp_path: Path) -> None:
     """What is printed to no file at all is lost, as with Python's own print; what a file refuses is one line."""
-    words = [sys.executable, "-m", "meshfuse", command[0], *([] if command[0] in ("ops", "doctor") else [script])]
-    where = {"/dev/full": "> /dev/full", "closed": ">&-", "all closed": "<&- >&- 2> said"}[to]
-    environment = os.environ | {"PYTHONPATH": str(Path(meshfuse.__file__).parents[1])}
-    line = f"{shlex.join([*words, *command[1:]])} {where}"
+    pairs = [(to, command) for to in ("/dev/full", "closed", "all closed") for command in UNPRINTABLE]
+    words = [(to, [c[0], *([] if c[0] in ("ops", "doctor") else [script]), *c[1:]]) for to, c in pairs]
+    for (to, command), done in zip(pairs, forked(words, tmp_path), strict=True):
+        printed = done.errors.decode().replace("the script's own words\n", "")
+        assert (done.code, printed) == ((1, f"{FULL} write to.\n") if to == "/dev/full" else (0, "")), (command, done)
+    assert (tmp_path / "page").exists()
+
+
+@pytest.mark.parametrize("where", ["> /dev/full", ">&-", "<&- >&- 2> errors"])
+def test_a_shell_that_lets_nothing_be_printed(where: str, script: str, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": SOURCE}
+    line = f"{shlex.join([sys.executable, '-m', 'meshfuse', 'bill', script, '--html', 'page'])} {where}"
     done = subprocess.run(line, shell=True, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     printed = done.stderr.replace("the script's own words\n", "")
-    full = "meshfuse: what the command says cannot be written: found No space left on device, needed room and a file"
-    assert (done.returncode, printed) == ((1, f"{full} to write to.\n") if to == "/dev/full" else (0, "")), done
-    assert to == "/dev/full" or (tmp_path / "page").exists() == ("page" in command)
+    assert (done.returncode, printed) == ((1, f"{FULL} write to.\n") if "full" in where else (0, "")), done
+    assert "full" in where or (tmp_path / "page").exists()
 
 
-@pytest.mark.parametrize(
-    "command", ["run --ranks 2", "bill --html p --json j --why", "explain", "trace", "trace --ranks 2"]
-)
-def test_a_script_whose_name_is_of_no_letters(command: str, tmp_path: Path) -> None:
-    """Linux lets a file's name be any bytes; what is said of its lines is compared by ranks, and written to files."""
-    (tmp_path / os.fsdecode(b"sc\xffript.py")).write_text(ON_RANKS)
-    environment = os.environ | {"PYTHONPATH": str(Path(meshfuse.__file__).parents[1])}
-    name, *options = command.split()
-    words = [sys.executable, "-m", "meshfuse", name, *options, b"sc\xffript.py"]
-    done = subprocess.run(words, env=environment, capture_output=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    assert command.startswith("trace") or b"sc\\udcffript.py:5" in done.stdout, done.stdout
+def test_a_script_whose_name_is_of_no_letters(tmp_path: Path) -> None:
+    """Linux lets a file's name be any bytes; its lines are compared by ranks, and written to files."""
+    name = os.fsdecode(b"sc\xffript.py")
+    (tmp_path / name).write_text(ON_RANKS)
+    lines = ["run --ranks 2", "bill --html p --json j --why", "explain", "trace", "trace --ranks 2 --out measured"]
+    for line, done in zip(lines, forked([("file", [*line.split(), name]) for line in lines], tmp_path), strict=True):
+        assert done.code == 0 and not done.errors, done
+        assert line.startswith("trace") or b"sc\\udcffript.py:5" in done.out, done
 
 
 @pytest.mark.parametrize("option", [["bill", "--html"], ["bill", "--json"], ["trace", "--out"]])
@@ -302,37 +307,33 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_run_hands_its_arguments_to_the_launcher(tmp_path: Path) -> None:
     path = write(tmp_path, "import sys, os\nprint(sys.argv[1:], os.environ['WORLD_SIZE'])\nsys.exit(7)\n")
-    source = str(Path(meshfuse.__file__).parents[1])
     command = [sys.executable, "-m", "meshfuse", "run", "--ranks", "1", path, "--mesh", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": source}, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": SOURCE}, check=False)
     assert done.returncode == 7, done.stderr
     assert done.stdout == "['--mesh', 'x'] 1\n"
 
 
 @pytest.mark.parametrize("words", [["ops"], ["explain", "SCRIPT"]])
 def test_who_stops_reading_gets_no_traceback(words: list[str], tmp_path: Path) -> None:
-    """As of `meshfuse ops | head`; a script's own broken pipe is told as any error of a script's."""
+    """As of `meshfuse ops | head`."""
     lines = "for _ in range(3000): y = fd.ops.neg(y)"
     path = write(tmp_path, f"import meshfuse as mf\nfd = mf.FusionDefinition()\ny = fd.define_tensor([2])\n{lines}\n"
                            "fd.add_output(y)\nfd.compile()\n")  # fmt: skip
-    source = str(Path(meshfuse.__file__).parents[1])
     command = [sys.executable, "-m", "meshfuse", *[path if word == "SCRIPT" else word for word in words]]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={"PYTHONPATH": source}
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={"PYTHONPATH": SOURCE}
     ) as done:
         assert done.stdout is not None and done.stderr is not None
         done.stdout.close()
         assert (done.stderr.read(), done.wait(60)) == ("", 141)
-    broken = write(tmp_path, "raise BrokenPipeError('mine')\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "meshfuse", "explain", broken], capture_output=True, text=True, timeout=60,
-        env={"PYTHONPATH": source}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1 and "BrokenPipeError: mine" in done.stderr
+
+
+def test_a_broken_pipe_of_the_script_is_shown_as_its_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", write(tmp_path, "raise BrokenPipeError('mine')\n")]) == 1
+    assert "BrokenPipeError: mine" in capsys.readouterr().err
 
 
 def test_the_help_loads_no_torch() -> None:
-    source = str(Path(meshfuse.__file__).parents[1])
     code = "import sys, meshfuse.cli as c\ntry:\n    c.main(['--help'])\n"
     code += "finally:\n    print('torch' in sys.modules)"
     done = subprocess.run(
@@ -340,7 +341,7 @@ def test_the_help_loads_no_torch() -> None:
         capture_output=True,
         text=True,
         timeout=60,
-        env={"PYTHONPATH": source},
+        env={"PYTHONPATH": SOURCE},
         check=False,
     )
     assert done.stdout.rstrip().endswith("False"), done.stdout + done.stderr

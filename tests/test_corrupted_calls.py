@@ -104,7 +104,7 @@ def test_a_wrong_argument_is_refused_or_means_the_same_on_every_mesh(name: str) 
             continue
         (fd, found), (_, expected) = made, whole
         for a, b, i in zip(found, expected, fd.recording.outputs, strict=False):
-            kind = fd.recording.tensors[i].type
-            assert (tuple(a.shape), str(a.dtype)) == (kind.shape, f"torch.{kind.dtype.value}"), arguments
+            ttype = fd.recording.tensors[i].type
+            assert (tuple(a.shape), str(a.dtype)) == (ttype.shape, f"torch.{ttype.dtype.value}"), arguments
             if name not in references.RANDOM and a.dtype != torch.uint64:
                 torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3, equal_nan=True, msg=arguments)

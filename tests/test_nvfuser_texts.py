@@ -218,6 +218,6 @@ def test_reductions_take_the_older_spelling_of_keepdim(name: str) -> None:
     x = fd.define_tensor([2, 3])
     found = (getattr(fd.ops, name)(x, dims=[1], **{spelled: True}) for spelled in ("keep_dim", "keepdim"))
     old, new = ([tv.type for tv in (made if isinstance(made, tuple) else (made,))] for made in found)
-    assert old == new and all(kind.shape == (2, 1) for kind in old)
+    assert old == new and all(ttype.shape == (2, 1) for ttype in old)
     with pytest.raises(mf.DefinitionError, match="'keep_dim' is given twice"):
         getattr(fd.ops, name)(x, dims=[1], keepdim=True, keep_dim=True)

@@ -76,9 +76,9 @@ def kept_bytes(once: mf.FusionDefinition) -> int:
     return sum(map(most_bytes, once.compile().output_shardings(), types))
 
 
-def most_bytes(sharding: mf.Sharding, kind: TensorType) -> int:
-    held = [sharding.local_shape(kind.shape, rank) for rank in sharding.mesh.ranks]
-    return max(map(math.prod, held)) * kind.dtype.itemsize
+def most_bytes(sharding: mf.Sharding, ttype: TensorType) -> int:
+    held = [sharding.local_shape(ttype.shape, rank) for rank in sharding.mesh.ranks]
+    return max(map(math.prod, held)) * ttype.dtype.itemsize
 
 
 def fused(rows: int, max_wire: float | None = None) -> tuple[mf.FusionDefinition, mf.TensorView]:
@@ -125,7 +125,7 @@ def test_casts_and_gathers_are_done_once_and_what_grows_is_not() -> None:
     fd, weights = cast()
     once, each = fd.prepared(weights, gathered=True)
     shapes = [each.recording.tensors[i].type for i in each.recording.input_tensors()]
-    assert [(kind.shape, kind.dtype) for kind in shapes] == [
+    assert [(ttype.shape, ttype.dtype) for ttype in shapes] == [
         ((64, 32), mf.DataType.BFloat16), ((32, 32), mf.DataType.BFloat16), ((32,), mf.DataType.BFloat16),
     ]  # fmt: skip
     assert [node.op.name for node in each.recording.nodes] == ["matmul", "broadcast_in_dim", "add"]

@@ -206,8 +206,8 @@ def test_an_op_says_whether_it_draws(name: str) -> None:
     """
     for sample in OPS[name].samples():
         call = make_call(OPS[name], sample)
-        made = tuple(Sharding.replicated(MESH, kind.ndim) for kind in call.results)
-        taken = tuple(Sharding.replicated(MESH, kind.ndim) for kind in call.types)
+        made = tuple(Sharding.replicated(MESH, ttype.ndim) for ttype in call.results)
+        taken = tuple(Sharding.replicated(MESH, ttype.ndim) for ttype in call.types)
         one, other = (LocalCall(call, names_of(call), taken, made, 0, number=n).text() for n in (0, 1))
         draws, takes_state = OPS[name].draws, one != other
         if draws is not None and draws(call):

@@ -80,8 +80,8 @@ def run(fd: mf.FusionDefinition, value: torch.Tensor) -> torch.Tensor:
                 *statement.step.src.mesh.ranks,
                 *statement.step.dst.mesh.ranks,
             ):
-                kind = compiled.graph.tensors[resharded.values[statement.source].tensor].type
-                billed += wire_elements(statement.step, kind.shape, rank) * kind.dtype.itemsize
+                ttype = compiled.graph.tensors[resharded.values[statement.source].tensor].type
+                billed += wire_elements(statement.step, ttype.shape, rank) * ttype.dtype.itemsize
         assert billed == pytest.approx(counted[rank]), f"rank {rank}\n{resharded}"
     return found
 

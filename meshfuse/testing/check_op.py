@@ -147,7 +147,7 @@ def _check(op: OpDef, given: Sequence[Sample], max_examples: int, max_ranks: int
 
 def _is_float(call: Call) -> bool:
     """Whether a result is of a type that has gradients: whole numbers and indices have none."""
-    return any(kind.dtype.category >= Category.FLOAT for kind in call.results)
+    return any(ttype.dtype.category >= Category.FLOAT for ttype in call.results)
 
 
 def _raise(problem: str | None) -> None:

@@ -102,7 +102,7 @@ def attention_rounds(r: Writing, call: Call, operands: Refs) -> Sequence[TensorR
     """(output, log-sum-exp) of ring attention."""
     ring = _RingForward(r, call)
     made = ring.zigzag(*map(ring.split, operands)) if is_zigzag(call) else ring.in_order(*map(ring.split, operands))
-    return [ring.whole(x, kind.dtype) for x, kind in zip(made, call.results, strict=True)]
+    return [ring.whole(x, ttype.dtype) for x, ttype in zip(made, call.results, strict=True)]
 
 
 class _RingForward(_RingOps):
@@ -171,7 +171,7 @@ def gradient_rounds(r: Writing, call: Call, operands: Refs) -> Sequence[TensorRe
     ring = _RingBackward(r, call)
     grad, q, k, v, *saved = map(ring.split, operands)
     made = ring.run(_Rows(grad, q, *saved), k, v)
-    return [ring.whole(x, kind.dtype) for x, kind in zip(made, call.results, strict=True)]
+    return [ring.whole(x, ttype.dtype) for x, ttype in zip(made, call.results, strict=True)]
 
 
 class _RingBackward(_RingOps):

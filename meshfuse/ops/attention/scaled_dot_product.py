@@ -157,7 +157,7 @@ def _distributed_fwd(
     output = r.call("truediv", merged, _column(r, seen))
     logsumexp = r.call("add", r.call("log", total), top)
     pairs = zip((output, logsumexp), call.results, strict=False)
-    return [*(r.call("cast", made, kind.dtype) for made, kind in pairs), seed, offset]
+    return [*(r.call("cast", made, ttype.dtype) for made, ttype in pairs), seed, offset]
 
 
 def _is_columns(r: Writing, operands: Sequence[TensorRef], dim: int) -> bool:
