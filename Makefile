@@ -10,11 +10,12 @@ PYTEST = $(PY) -m pytest -q
 # Two tests at a time; those that start ranks one after another (tests/conftest.py).
 PARALLEL = -n 2 --dist loadscope
 
-.PHONY: help env run test test-nvfuser ledger ledger-check faults fuzz lint gpu-check
+.PHONY: help env run check quick test test-nvfuser ledger ledger-check faults fuzz lint gpu-check
 .PHONY: bench bench-bills bench-compile bench-runtime
 
 help:
 	@echo "make run        environment and main job: a GPT on simulated ranks, then on 4 real ones"
+	@echo "make check      lint, and a few cases of each test that is quick and starts no process; 3 minutes"
 	@echo "make test       nvFuser's tests in their own environment, then the main suite"
 	@echo "make lint       ruff and pyright"
 	@echo "make ledger     plans the ledger's programs anew, prints what changed and writes tests/ledger/ledger.json;"
@@ -32,6 +33,13 @@ run: env
 	@for mesh in $(MESHES); do $(PY) $(MAIN_JOB) $$mesh || exit 1; done
 	@$(PY) $(MAIN_JOB) $(COMPILED)
 	@.venv/bin/meshfuse run $(RANKS)
+
+# For use while working; `make test` decides.
+check: env
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint quick
+
+quick: env
+	@$(PYTEST) $(PARALLEL) --quick
 
 # pytest's closing line for the main suite comes last: CI reads it.
 test: env test-nvfuser

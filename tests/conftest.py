@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,11 +34,34 @@ for _signal, _handler in _DEFAULTS.items():
 os.environ["MESHFUSE_CACHE"] = "off"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="a few cases of each test that is not slow")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test that draws new examples until one fails has no time limit."""
     if config.getoption("--hypothesis-profile") == "fuzz":
         for item in items:
             item.own_markers = [marker for marker in item.own_markers if marker.name != "timeout"]
+    if config.getoption("--quick"):
+        kept = set(_quick(items))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+# So many cases of a test with parameters are run with `--quick`: the first, the last, and one between.
+_CASES = 3
+
+
+def _quick(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """A few cases of each test that is neither slow nor one of real ranks."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if "/ranks/" not in item.nodeid and not any(item.iter_markers("slow")):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        last, steps = len(cases) - 1, _CASES - 1
+        yield from {cases[place * last // steps] for place in range(_CASES)}
 
 
 def pytest_collection_finish() -> None:

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from ..errors import ArgumentError, user_error
 from . import exit_page
@@ -256,27 +257,26 @@ def _signals() -> Iterator[list[RankProcess]]:
             os._exit(128 + number)  # A rank before its exec: its program would inherit what is ignored.
         if number in _NOTICES and _pass_on(ranks, number):
             return
-        for other in caught:
-            signal.signal(other, signal.SIG_IGN)  # Ending the ranks takes seconds and must not be cut short.
+        _handle(dict.fromkeys(caught, signal.SIG_IGN))  # Ending the ranks takes seconds and must not be cut short.
         _came.append(number)
         raise _Interrupted(number)
 
     before = {number: signal.getsignal(number) for number in caught}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
     try:
-        for number in caught:
-            signal.signal(number, stop)
+        _handle(dict.fromkeys(caught, stop))
         yield ranks
     finally:
         try:
-            restore()
+            _handle(before)
         except _Interrupted:  # After the first signal the others are ignored.
-            restore()
+            _handle(before)
             raise
+
+
+def _handle(handlers: Mapping[signal.Signals, Any]) -> None:
+    """Install these handlers, by signal."""
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def _pass_on(ranks: list[RankProcess], number: int) -> bool:
