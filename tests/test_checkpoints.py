@@ -12,7 +12,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import warnings
@@ -34,8 +33,6 @@ from meshfuse.runtime.rendezvous import Rendezvous
 from meshfuse.runtime.world import World
 from meshfuse.sharding.data import shard
 from meshfuse.testing import meshes, shardings
-
-SOURCE = Path(__file__).resolve().parents[1]
 
 
 class Team:
@@ -396,17 +393,15 @@ def test_a_full_disk_leaves_the_checkpoint_of_before(tmp_path):
 def test_a_killed_save_leaves_the_checkpoint_of_before(tmp_path, stage):
     """Killed before the files, after them, and at the last moment."""
     mf.save(tmp_path, {"t": torch.ones(3)})
-    die = "lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)"
-    place = {"write": "api.write", "commit": "folder.commit", "replace": "os.replace"}[stage]
-    script = f"""
-import os, signal, torch, meshfuse as mf
-from meshfuse.checkpoint import api, folder
-{place} = {die}
-mf.save({str(tmp_path)!r}, {{"t": torch.zeros(5)}})
-"""
-    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, timeout=120)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    module, name = {"write": (api, "write"), "commit": (folder, "commit"), "replace": (os, "replace")}[stage]
+    child = os.fork()
+    if not child:
+        try:
+            setattr(module, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+            mf.save(tmp_path, {"t": torch.zeros(5)})
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert mf.load(tmp_path)["t"].tolist() == [1, 1, 1]
     mf.save(tmp_path, {"t": torch.full((2,), 7)})  # It also clears away what the killed one left.
     assert mf.load(tmp_path)["t"].tolist() == [7, 7] and len(list(tmp_path.iterdir())) == 2

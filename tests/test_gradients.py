@@ -18,6 +18,9 @@ from meshfuse.ops.values import TensorType
 from meshfuse.testing.calls import define_call
 from op_harness import argument, make_call, operands_of, sample_ids
 
+# What is checked are numbers, whatever the plan.
+pytestmark = pytest.mark.usefixtures("planned_once")
+
 WIDE = {
     **dict.fromkeys((DataType.Float, DataType.Half, DataType.BFloat16), DataType.Double),
     DataType.ComplexFloat: DataType.ComplexDouble,

@@ -16,6 +16,9 @@ import meshfuse as mf
 from meshfuse.testing import inputs_for
 from meshfuse.testing.examples import Example, examples_of
 
+# What is checked are numbers, whatever the plan.
+pytestmark = pytest.mark.usefixtures("planned_once")
+
 DOUBLE = mf.DataType.Double
 Case = tuple[Callable[..., Any], Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]
 
