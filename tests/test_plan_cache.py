@@ -11,7 +11,6 @@ import os
 import random
 import resource
 import shutil
-import subprocess
 import sys
 import unittest.mock
 import warnings
@@ -20,6 +19,10 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings
+
+sys.path.insert(0, str(Path(__file__).parent / "ranks"))
+
+import forked
 
 import meshfuse as mf
 from interrupts import forget, interrupted, places, refused, requests
@@ -536,12 +539,7 @@ def test_a_second_process_reads_what_the_first_wrote(tmp_path):
     path.write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": str(SOURCE), "XDG_CACHE_HOME": str(tmp_path / "xdg")}
     environment.pop("MESHFUSE_CACHE")
-    answers = [
-        subprocess.run(
-            [sys.executable, path], env=environment, capture_output=True, text=True, timeout=120
-        ).stdout.split()
-        for _ in range(2)
-    ]
+    answers = [forked.finished([str(path)], environment, tmp_path, 120).stdout.split() for _ in range(2)]
     assert answers[0][0] == answers[1][0]
     assert [planned for _, planned in answers] == ["True", "False"]
     folder = tmp_path / "xdg" / "meshfuse" / "plans"
