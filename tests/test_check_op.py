@@ -52,6 +52,7 @@ def test_limits_that_are_none(name: str) -> None:
             check_op(scaled_product, **{name: limit})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [{"max_examples": 0}, {"max_examples": 1}, {"max_examples": 1, "max_ranks": 2}])
 def test_the_least_limits(limits: dict[str, Any]) -> None:
     """With an op whose gradient has ops of its own, which are checked with half as many examples."""

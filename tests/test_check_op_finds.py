@@ -183,6 +183,7 @@ for wrong in (torch.ones(4), torch.ones(5)):
 """
 
 
+@pytest.mark.slow
 def test_checks_are_made_by_an_optimised_python_too() -> None:
     done = subprocess.run([sys.executable, "-O", "-c", OPTIMISED], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -407,6 +407,7 @@ def test_a_killed_save_leaves_the_checkpoint_of_before(tmp_path, stage):
     assert mf.load(tmp_path)["t"].tolist() == [7, 7] and len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [False, True])
 def test_a_save_that_ends_at_any_moment_leaves_a_whole_checkpoint(tmp_path, first):
     """That of before or, from where it has replaced it, its own: the data of neither may go."""
@@ -462,6 +463,7 @@ def failure(errors: set[str], victim: int) -> str:
     return "".join(failed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_what_a_disk_refuses_a_save_at_any_moment_fails_it_on_all_ranks_or_on_none(tmp_path, worlds, victim):
     """And the checkpoint is the one that they tell of."""

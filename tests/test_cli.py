@@ -107,6 +107,7 @@ print(fd.bill()) if mf.World.current().size > 1 else None
 WRITERS = ("/cli.py", "/whole_files.py", "/spans.py", "/report/trace.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["bill", "trace"])
 def test_files_are_whole_or_as_before_wherever_ctrl_c_comes(command: str, script: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
@@ -149,6 +150,7 @@ def test_what_the_system_refuses_is_one_line(
     assert seen == {0, 1}
 
 
+@pytest.mark.slow
 def test_names_that_a_terminal_cannot_show(tmp_path: Path) -> None:
     path = tmp_path / "größe.py"
     path.write_text(SCRIPT.replace("y = ", "größe = ").replace("(y", "(größe"), encoding="utf-8")
@@ -163,6 +165,7 @@ UNPRINTABLE = [["bill"], ["explain"], ["trace"], ["bill", "--html", "page"], ["o
 FULL = "meshfuse: what the command says cannot be written: found No space left on device, needed room and a file to"
 
 
+@pytest.mark.slow
 def test_where_nothing_can_be_printed(script: str, tmp_path: Path) -> None:
     """What is printed to no file at all is lost, as with Python's own print; what a file refuses is one line."""
     pairs = [(to, command) for to in ("/dev/full", "closed", "all closed") for command in UNPRINTABLE]
@@ -173,6 +176,7 @@ def test_where_nothing_can_be_printed(script: str, tmp_path: Path) -> None:
     assert (tmp_path / "page").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["> /dev/full", ">&-", "<&- >&- 2> errors"])
 def test_a_shell_that_lets_nothing_be_printed(where: str, script: str, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": SOURCE}
@@ -183,6 +187,7 @@ def test_a_shell_that_lets_nothing_be_printed(where: str, script: str, tmp_path:
     assert "full" in where or (tmp_path / "page").exists()
 
 
+@pytest.mark.slow
 def test_a_script_whose_name_is_of_no_letters(tmp_path: Path) -> None:
     """Linux lets a file's name be any bytes; its lines are compared by ranks, and written to files."""
     name = os.fsdecode(b"sc\xffript.py")
@@ -305,6 +310,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Python" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_run_hands_its_arguments_to_the_launcher(tmp_path: Path) -> None:
     path = write(tmp_path, "import sys, os\nprint(sys.argv[1:], os.environ['WORLD_SIZE'])\nsys.exit(7)\n")
     command = [sys.executable, "-m", "meshfuse", "run", "--ranks", "1", path, "--mesh", "x"]
@@ -313,6 +319,7 @@ def test_run_hands_its_arguments_to_the_launcher(tmp_path: Path) -> None:
     assert done.stdout == "['--mesh', 'x'] 1\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["ops"], ["explain", "SCRIPT"]])
 def test_who_stops_reading_gets_no_traceback(words: list[str], tmp_path: Path) -> None:
     """As of `meshfuse ops | head`."""
@@ -333,6 +340,7 @@ def test_a_broken_pipe_of_the_script_is_shown_as_its_error(tmp_path: Path, capsy
     assert "BrokenPipeError: mine" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_help_loads_no_torch() -> None:
     code = "import sys, meshfuse.cli as c\ntry:\n    c.main(['--help'])\n"
     code += "finally:\n    print('torch' in sys.modules)"

@@ -75,6 +75,7 @@ def _name(t: torch.Tensor) -> str:
     return next(d.name for d in mf.DataType if d.value == str(t.dtype).removeprefix("torch."))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_composite_computes_what_torch_does(name: str, spec: str) -> None:
@@ -103,6 +104,7 @@ LOSSES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "which", "reduction", "ignore"), LOSSES)
 def test_cross_entropy_leaves_ignored_targets_out(spec: str, which: str, reduction: str, ignore: int | None) -> None:
     """-100 unless another is named, which may be a class. As in torch the mean of no rows is NaN, with gradient 0."""

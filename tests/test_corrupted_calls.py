@@ -104,6 +104,7 @@ def outcome(fd: mf.FusionDefinition, sample: Sample) -> list[torch.Tensor] | Non
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @pytest.mark.parametrize("name", OPS)
 def test_a_wrong_argument_is_refused_or_means_the_same_on_every_mesh(name: str) -> None:

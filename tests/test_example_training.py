@@ -36,6 +36,7 @@ def one_rank() -> list[float]:
     return train_mesh.run(_text(), STEPS, fused.parse_mesh("tp=1"), TINY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=2,sp=2", "dp=3"])
 def test_the_loss_curve_is_that_of_one_rank(mesh: str, one_rank: list[float]) -> None:
     found = train_mesh.run(_text(), STEPS, fused.parse_mesh(mesh), TINY)

@@ -144,6 +144,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 def test_an_interpreter_ends_without_what_planning_kept_and_with_all_that_the_script_is_owed(tmp_path: Path) -> None:
     """Else the collector looks through it three times: 4 seconds after 8 of planning."""
     written = tmp_path / "file"

@@ -85,6 +85,7 @@ def lines_under(salt: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_programs_are_the_same_in_processes_that_hash_otherwise() -> None:
     """Of so many sets two processes have some in other orders, as a third would."""
     first, other = map(lines_under, SALTS)

@@ -23,6 +23,8 @@ from meshfuse.compiler import CompiledProgram
 from meshfuse.host_ir import HostProgram
 from meshfuse.lowering.instructions import Instruction, Kernel
 
+pytestmark = pytest.mark.slow
+
 AT_ONCE = 10
 MESH = mf.DeviceMesh((4,), ("tp",))
 INSTRUCTIONS = (*get_args(Instruction), Kernel)

@@ -18,6 +18,7 @@ assert not [name for name in sys.modules if name.partition(".")[0] in {unwanted!
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [("meshfuse", ("torch", "nvfuser_direct")), ("meshfuse.backends.nvfuser", ("nvfuser_direct",))],

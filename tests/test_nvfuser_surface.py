@@ -76,6 +76,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_the_package_under_nvfusers_own_name() -> None:
     """Submodules are the same modules: classes exist once."""
     done = subprocess.run([sys.executable, "-c", ALIASED], capture_output=True, text=True, timeout=120)

@@ -89,6 +89,7 @@ def is_followed(graph: Graph) -> bool:
     return len(graph.nodes) > 1 and graph.nodes[0].name != "cat"
 
 
+@pytest.mark.slow
 @pytest.mark.fuzz
 def test_random_programs_on_parts_are_the_programs() -> None:
     followed = []
@@ -235,6 +236,7 @@ def defined(program: Callable[[mf.FusionDefinition], T]) -> mf.FusionDefinition:
     return fd
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", LEAST, ids=lambda program: program.__name__)
 def test_sums_over_parts_move_the_least(program: Callable[[mf.FusionDefinition], T]) -> None:
     fd = defined(program)
@@ -242,6 +244,7 @@ def test_sums_over_parts_move_the_least(program: Callable[[mf.FusionDefinition],
     assert_same_as_unsharded(fd, random_inputs(fd))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", LEAST, ids=lambda program: program.__name__)
 def test_gradients_through_parts(program: Callable[[mf.FusionDefinition], T]) -> None:
     """No part moves: a gradient is cut where they were put together. What is as large as the result moves twice."""
@@ -298,6 +301,7 @@ def layers(count: int, search: str | None = None) -> mf.FusionDefinition:
     return fd
 
 
+@pytest.mark.slow
 def test_so_do_many_layers() -> None:
     fd = layers(30)
     assert len(fd.recording.nodes) > MOST and fd.bill().total <= 30 * ATTENTION * (1 + 1e-9)
@@ -314,6 +318,7 @@ def test_many_parts_are_put_together() -> None:
     assert_same_as_unsharded(fd, random_inputs(fd))
 
 
+@pytest.mark.slow
 def test_a_plan_on_parts_is_stored_and_made_again() -> None:
     fd = defined(cache_and_tokens)
     plan = fd.compile().planned
@@ -322,6 +327,7 @@ def test_a_plan_on_parts_is_stored_and_made_again() -> None:
     assert str(again) == str(plan)
 
 
+@pytest.mark.slow
 def test_the_plan_of_other_sizes_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts are cut where the sizes at hand say."""
     monkeypatch.setattr("meshfuse.compiler.PLANS", nearby.Plans())

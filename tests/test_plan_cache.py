@@ -99,6 +99,7 @@ def test_rounds_are_written_from_a_stored_plan_as_from_a_new_one(cache, planning
     assert planning == []
 
 
+@pytest.mark.slow
 def test_a_second_start_plans_nothing_and_decides_the_same(cache, planning):
     first = decided(scans())
     assert len(planning) >= 1 and len(list(cache.glob("*.plan"))) == 1
@@ -112,6 +113,7 @@ def test_a_second_start_plans_nothing_and_decides_the_same(cache, planning):
     torch.testing.assert_close(out, reference, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(definitions().flatmap(annotations))
 def test_every_plan_reads_back_as_it_is(fd):
@@ -327,6 +329,7 @@ def changed(text, path, value):
     return json.dumps(tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [scans, ring])
 def test_a_plan_of_other_values_is_planned_anew_or_the_same(cache, planning, monkeypatch, make):
     """With the right checksum: each value replaced by many others."""
@@ -397,6 +400,7 @@ def test_a_full_disk(cache, planning):
     assert planning and not list(cache.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", [False, True])
 def test_whatever_the_system_refuses_planning_goes_on(cache, monkeypatch, stored):
     """At any moment: the plan is the same, nothing half written stays, and the next start uses the cache again."""
@@ -439,6 +443,7 @@ def test_it_can_be_switched_off(cache, planning, monkeypatch):
     assert planning and not cache.exists()
 
 
+@pytest.mark.slow
 def test_what_was_used_last_stays(cache, planning, monkeypatch):
     sizes = (16, 20, 24)
     for number, size in enumerate(sizes):
@@ -499,6 +504,7 @@ def product() -> FusionDefinition:
     return fd
 
 
+@pytest.mark.slow
 def test_planning_that_ends_at_any_moment_leaves_nothing_half_done(cache):
     """The same definition plans and runs right afterwards, and so does another; nothing stays on the disk but plans."""
     forget()
@@ -534,6 +540,7 @@ print(fd.compile().digest, bool(calls))
 """
 
 
+@pytest.mark.slow
 def test_a_second_process_reads_what_the_first_wrote(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)

@@ -109,6 +109,7 @@ def start(tmp_path: Path) -> Iterator[Starter]:
         made.process.join(60)
 
 
+@pytest.mark.slow
 def test_of_processes_that_begin_together_one_plans(start: Starter) -> None:
     processes = [start(1.0) for _ in range(3)]
     for process in processes:
@@ -118,6 +119,7 @@ def test_of_processes_that_begin_together_one_plans(start: Starter) -> None:
     assert not start.left()
 
 
+@pytest.mark.slow
 def test_what_is_not_worth_a_file_each_plans(start: Starter) -> None:
     processes = [start(0.0, worth=1e9) for _ in range(2)]
     for process in processes:
@@ -127,6 +129,7 @@ def test_what_is_not_worth_a_file_each_plans(start: Starter) -> None:
     assert not [*(start.cache / "plans").iterdir()]
 
 
+@pytest.mark.slow
 def test_where_the_one_that_plans_is_killed_another_does(start: Starter) -> None:
     first, other = start(1000.0), start(0.0, limit=1e6)
     first.may_begin.touch()
@@ -137,6 +140,7 @@ def test_where_the_one_that_plans_is_killed_another_does(start: Starter) -> None
     assert other.at_the_end()[0] == "plans"
 
 
+@pytest.mark.slow
 def test_the_others_wait_as_long_as_the_one_that_plans_runs(start: Starter) -> None:
     """However short the time limit is: only where that process cannot be seen do they go by the clock."""
     first, other = start(4.0), start(0.0, limit=1.0)
@@ -164,6 +168,7 @@ def test_of_a_process_that_cannot_be_seen_they_wait_half_of_the_limit(tmp_path: 
             assert time.monotonic() - begun >= 0.5
 
 
+@pytest.mark.slow
 def test_where_the_one_that_plans_stands_still_the_others_go_on(start: Starter) -> None:
     first, other = start(1000.0), start(0.0, limit=2000.0)
     first.may_begin.touch()

@@ -13,6 +13,7 @@ import meshfuse as mf
 from meshfuse import cli
 
 
+@pytest.mark.slow
 def test_dir_shows_the_public_names_and_no_module_by_accident() -> None:
     shown = [name for name in dir(mf) if not name.startswith("_")]
     assert {*mf.__all__} <= {*shown} and 25 <= len(shown) <= 40

@@ -75,6 +75,7 @@ SHARDED = [("prod", 0), ("cumprod", 0), ("max", 0), ("cummax", 0), ("var", 0), (
            ("ring_attention", 0), ("ring_attention", 2), ("linear", 0), ("embedding_fwd", 0)]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "place"), SHARDED)
 def test_they_are_the_same_however_an_operand_is_sharded(name: str, place: int) -> None:
     sample, mesh = wide_sample(name, place), mf.DeviceMesh((2,), ("x",))
