@@ -49,7 +49,7 @@ def test_the_mean_over_the_ranks_counts() -> None:
     assert entry.wire == sent * 4 / 3
 
 
-def test_the_table_and_json() -> None:
+def test_the_table_and_json_have_the_same_figures() -> None:
     bill = gathered(2, (1000, 1000)).bill()
     text = str(bill).splitlines()
     assert text[0].split() == ["collective", "axis", "bytes", "us", "tensor", "why", "line"]
@@ -65,7 +65,7 @@ def test_the_table_and_json() -> None:
     }  # fmt: skip
 
 
-def test_no_communication() -> None:
+def test_a_bill_without_communication_says_so() -> None:
     with mf.FusionDefinition() as fd:
         x = fd.define_tensor([4])
         fd.add_output(fd.ops.relu(x))
@@ -142,7 +142,7 @@ def test_the_runner_up_is_what_the_plan_costs_with_another_annotation() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_the_runner_up_for_a_tensor_of_many_dims() -> None:
+def test_the_runner_up_for_a_tensor_of_many_dims_is_found_at_once() -> None:
     """All orders of its dims would take for ever, in the warning at the first call, too."""
     with mf.FusionDefinition() as fd:
         x = fd.define_tensor([8] + [1] * 20 + [8, 6])

@@ -35,7 +35,7 @@ GROUPS = [
 
 
 @pytest.mark.parametrize(("groups", "n"), GROUPS)
-def test_every_form_of_groups(groups: str, n: int) -> None:
+def test_every_form_of_groups_is_read(groups: str, n: int) -> None:
     text = module(f"ROOT %r = f32[8,4]{{1,0}} all-reduce(%p), channel_id=1, {groups}, to_apply=%add")
     assert hlo.wire_bytes(text, 8) == 2 * (n - 1) / n * 8 * 4 * 4
 
@@ -56,7 +56,7 @@ def test_an_unknown_form_of_groups_is_no_guess() -> None:
         ("%m = f32[8,4]{1,0} dot(%p, %p)", 0),
     ],
 )
-def test_every_kind_of_collective(line: str, wire: float) -> None:
+def test_every_kind_of_collective_is_counted(line: str, wire: float) -> None:
     assert hlo.wire_bytes(module(line, "ROOT %t = f32[8,4]{1,0} copy(%p)"), 8) == wire
 
 

@@ -54,7 +54,7 @@ def test_limits_that_are_none(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limits", [{"max_examples": 0}, {"max_examples": 1}, {"max_examples": 1, "max_ranks": 2}])
-def test_the_least_limits(limits: dict[str, Any]) -> None:
+def test_check_op_works_with_the_least_limits(limits: dict[str, Any]) -> None:
     """With an op whose gradient has ops of its own, which are checked with half as many examples."""
     assert scaled_product.adjoints
     check_op(scaled_product, samples=scaled_product.samples()[:1], **limits)

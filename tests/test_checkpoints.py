@@ -195,7 +195,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("what", MISTAKES)
-def test_wrong_wishes(tmp_path, what):
+def test_loading_what_is_not_there_is_an_error(tmp_path, what):
     mf.save(tmp_path, {"t": torch.ones(3)})
     wanted, text = MISTAKES[what]
     with pytest.raises(mf.ArgumentError, match=text):
@@ -221,7 +221,7 @@ def test_a_tensor_of_another_size_than_the_view_has(tmp_path):
     assert torch.equal(found["moment"], moment) and found["rows"].shape == (5, 16)
 
 
-def test_a_wrong_shard(tmp_path):
+def test_a_shard_that_does_not_fit_is_an_error(tmp_path):
     sharding = mf.Sharding(mf.DeviceMesh((2,), ("a",)), ((mf.Split(2, "a"),),))
     with pytest.raises(
         mf.ArgumentError, match=r"'t': found a shard of shape \[3\] on rank 0, needed \[2\]: \[a\] of \[4\]"
@@ -345,7 +345,7 @@ def test_names_in_one_memory_are_loaded_where_each_has_its_values(tmp_path, kind
         mf.load(tmp_path, wanted)
 
 
-def test_no_checkpoint(tmp_path):
+def test_a_missing_checkpoint_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"no checkpoint to load: found .*nowhere: No such file or directory"):
         mf.load(tmp_path / "nowhere")
 

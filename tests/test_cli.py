@@ -69,7 +69,9 @@ def test_bill_as_json_with_arguments_for_the_script(script: str, capsys: pytest.
 
 
 @pytest.mark.parametrize("command", ["explain", "bill", "trace"])
-def test_arguments_for_the_script_without_dashes(command: str, script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_for_the_script_without_dashes_are_an_error(
+    command: str, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         main([command, script, "--width", "64"])
     assert end.value.code == 2
@@ -227,7 +229,7 @@ def test_a_file_that_cannot_be_written(script: str, option: str, capsys: pytest.
     assert "cannot write /nowhere/file: found No such file or directory" in capsys.readouterr().err
 
 
-def test_explain(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_a_table_and_one_tensor(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", script]) == 0
     table = capsys.readouterr().out
     assert "annotated at script.py:16" in table and "y (t2)" in table
@@ -281,7 +283,7 @@ def test_a_script_that_exits(tmp_path: Path, capsys: pytest.CaptureFixture[str],
 
 
 @pytest.mark.parametrize("command", [["explain"], ["bill"], ["trace"], ["trace", "-n", "2"], ["run", "-n", "2"]])
-def test_no_such_script(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_script_is_an_error(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "/nowhere/script.py"]) == 2
     assert "no such script: /nowhere/script.py" in capsys.readouterr().err
 
@@ -289,7 +291,7 @@ def test_no_such_script(command: list[str], capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("wrong", [[], ["bake"], ["bill"], ["run", "script.py"], ["bill", "a.py", "--nope"],
     *[["run", "-n", "1", "--timeout", v, "a.py"] for v in ("-1", "0", "nan", "inf", "x")],
     *[["doctor", "--links", "--limit", v] for v in ("-1", "0", "nan", "x")]])  # fmt: skip
-def test_wrong_usage(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_shows_how_it_is_used(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(wrong)
     assert caught.value.code == 2
@@ -298,14 +300,16 @@ def test_wrong_usage(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("command", [["run"], ["trace"], ["doctor", "--links"]])
 @pytest.mark.parametrize("ranks", ["0", "-2"])
-def test_no_ranks(command: list[str], ranks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_ranks_are_an_error(
+    command: list[str], ranks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = [] if "--links" in command else [write(tmp_path, "print(1)\n")]
     own = ["--out", str(tmp_path / "traces")] if command == ["trace"] else []
     assert main([*command, "--ranks", ranks, *own, *script]) == 1
     assert f"meshfuse: wrong number of ranks: found {ranks}, needed 1 or more." in capsys.readouterr().err
 
 
-def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_a_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     assert "Python" in capsys.readouterr().out
 

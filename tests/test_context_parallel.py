@@ -140,7 +140,7 @@ NOTHING = {
 
 @pytest.mark.parametrize("name", ["ring of 3", "one rank", "ring of one", "whole"])
 @pytest.mark.parametrize("sizes", NOTHING.values(), ids=NOTHING)
-def test_rings_of_nothing(sizes: Any, name: str) -> None:
+def test_rings_without_elements_are_right(sizes: Any, name: str) -> None:
     place = PLACES[name]._replace(ring=3 if name == "ring of 3" else 1)
     for lse in (False, True):
         assert_right(defined(place, "full", lse=lse, sizes=sizes), "full", 1e-10)
@@ -177,7 +177,7 @@ def test_keys_and_values_that_are_whole_anyway_do_not_travel(mode: str) -> None:
 
 
 @pytest.mark.parametrize("columns", [4, 12, 96])
-def test_as_many_keys_as_one_likes(columns: int) -> None:
+def test_any_number_of_keys_is_right(columns: int) -> None:
     sizes = ((2, 4, 24, 8), *((2, 1, columns, 8),) * 2)
     assert_right(defined(PLACES["ring of 4"], "full", lse=True, sizes=sizes, scale=0.4), "full", 1e-10, 0.4)
 

@@ -167,12 +167,12 @@ def test_the_limit_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("wrong", ["x", -1, float("nan"), True, [1]])
-def test_a_wrong_limit(wrong: Any):
+def test_a_wrong_limit_is_an_error(wrong: Any):
     with pytest.raises(mf.DefinitionError, match=r"max_memory: found .*, needed bytes per rank"):
         mf.FusionDefinition(max_memory=wrong)
 
 
-def test_memory_by_hand():
+def test_the_peak_is_the_one_counted_by_hand():
     """Arguments all the time, results to the end, what is between as long as it is read; views take nothing."""
     mesh = mf.DeviceMesh([0, 1], ("dp",))
     with mf.FusionDefinition() as fd:

@@ -78,7 +78,7 @@ CASES = [(name, place) for name, (good, _) in CALLS.items() for place in range(l
 
 
 @pytest.mark.parametrize(("name", "place"), CASES)
-def test_a_bad_value_among_good_ones(name: str, place: int) -> None:
+def test_a_bad_value_among_good_ones_is_an_error_or_changes_no_number(name: str, place: int) -> None:
     good, call = CALLS[name]
     for value in BAD:
         fd, x, y = defined()

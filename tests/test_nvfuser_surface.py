@@ -93,7 +93,7 @@ def test_the_package_under_nvfusers_own_name() -> None:
         (torch.arange(4).reshape(2, 1, 2), "DeviceMesh{{{0 1}}{{2 3}}}", (2, 1, 2)),
     ],
 )
-def test_meshes(devices: Any, text: str, shape: tuple[int, ...]) -> None:
+def test_meshes_read_as_nvfusers(devices: Any, text: str, shape: tuple[int, ...]) -> None:
     mesh = NVMesh(devices)
     assert (repr(mesh), str(mesh), mesh.shape) == (text, text, shape)
     assert mesh.size == torch.Size(shape).numel()

@@ -268,7 +268,7 @@ def test_what_is_no_plan_is_not_read(cache, planning, kind):
 
 
 @pytest.mark.parametrize("setting", ["", "~nobody-of-this-name/cache"])
-def test_a_user_without_a_home(cache, planning, monkeypatch, setting):
+def test_a_user_without_a_home_directory_gets_a_warning(cache, planning, monkeypatch, setting):
     """As in a container with a user of its own number: no entry, and no HOME."""
     unknown = unittest.mock.Mock(side_effect=KeyError("uid not found"))
     monkeypatch.setattr("pwd.getpwuid", unknown)
@@ -380,7 +380,7 @@ def test_a_link_in_the_place_of_the_folder_is_not_followed(cache, planning, tmp_
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_file_in_the_place_of_the_folder(cache, planning):
+def test_a_file_in_the_place_of_the_folder_gives_a_warning(cache, planning):
     cache.parent.parent.mkdir(parents=True, exist_ok=True)
     cache.parent.write_text("")
     with pytest.warns(disk_cache.CacheWarning, match="Not a directory"):
@@ -388,7 +388,7 @@ def test_a_file_in_the_place_of_the_folder(cache, planning):
     assert planning
 
 
-def test_a_full_disk(cache, planning):
+def test_a_full_disk_gives_a_warning(cache, planning):
     """No file may grow beyond 100 bytes, as on a disk without room."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))

@@ -85,7 +85,7 @@ def test_the_upper_bound_is_never_drawn(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("end", [1.0, -1.0, 0.3, -0.3, 3.0, 3.7, 1024.0, -1024.0, 1e-7])
-def test_the_number_before_another(end: float, dtype: torch.dtype) -> None:
+def test_the_last_number_before_a_bound_is_that_of_torch(end: float, dtype: torch.dtype) -> None:
     """Also where the type's nearest number is less than the bound that was given: it is that bound to its readers."""
     near = torch.tensor(end, dtype=dtype)
     wanted = torch.nextafter(near, torch.tensor(-torch.inf, dtype=dtype))

@@ -67,7 +67,7 @@ _SPANS = st.tuples(st.sampled_from(KINDS), st.integers(0, 12), st.integers(0, 12
 
 
 @given(st.lists(_SPANS, max_size=10))
-def test_hidden_seconds_counted_one_by_one(found: list[tuple[SpanKind, int, int]]) -> None:
+def test_hidden_seconds_are_those_counted_one_by_one(found: list[tuple[SpanKind, int, int]]) -> None:
     """In a kernel that calls another program there are kernels and waits."""
     spans = [Span(kind, kind, min(a, b), max(a, b)) for kind, a, b in found]
 

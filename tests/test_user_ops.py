@@ -88,7 +88,9 @@ EMPTY: list[tuple[str, Any, tuple[tuple[int, ...], ...], tuple[int, ...]]] = [
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("is_open", [False, True], ids=["known", "open"])
 @pytest.mark.parametrize(("name", "reference", "shapes", "numbers"), EMPTY)
-def test_a_users_op_of_nothing(name: str, reference: Any, shapes: Any, numbers: Any, is_open: bool) -> None:
+def test_a_users_op_of_empty_tensors_is_right(
+    name: str, reference: Any, shapes: Any, numbers: Any, is_open: bool
+) -> None:
     """Dims of size 0, of every part that they have in rules, whole and sharded; and the gradients."""
     values = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     wanted = reference(*values)
@@ -210,7 +212,7 @@ def _window_sums(width: int) -> Callable[[torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize("halo", [(3, 1), (8, 0), (6, 7), (30, 2), (0, 100), (50_000, 50_000), (1_000_000, 0)], ids=str)
 @pytest.mark.parametrize("n", [8, 9, 3])
 @pytest.mark.timeout(60)
-def test_a_halo_wider_than_its_dim(n: int, halo: tuple[int, int]) -> None:
+def test_a_halo_wider_than_its_dim_is_right(n: int, halo: tuple[int, int]) -> None:
     """Than a block, than all blocks, and by far: the numbers are right, and it takes no time by its width."""
     function = _window_sums(sum(halo) + 1)
     op = mf.register_op(mf.torch_op("a~ b -> a b", name="window_sums", halo={"a": halo}, fill=0.0)(function))

@@ -53,7 +53,7 @@ def on_rank_of_mesh(size: int, idle_ranks: bool) -> tuple[str, list[torch.Tensor
     return error_of(lambda: found.extend(fd.execute(inputs, idle_ranks=idle_ranks))), found
 
 
-def test_a_mesh_larger_than_the_world(ranks2):
+def test_a_mesh_larger_than_the_world_is_an_error(ranks2):
     text = (
         "DefinitionError: the mesh is larger than the world: DeviceMesh((4,), ('tp',)): found 2 ranks, "
         "needed 4 ranks. Start them with 'meshfuse run --ranks 4 script.py', or use fd.simulate. "
@@ -63,7 +63,7 @@ def test_a_mesh_larger_than_the_world(ranks2):
         assert error.startswith(text)
 
 
-def test_a_mesh_larger_than_one_process():
+def test_a_mesh_larger_than_one_process_is_an_error():
     fd, inputs = replicated_product(mf.DeviceMesh((2,), ("tp",)))
     with pytest.raises(mf.DefinitionError, match="found 1 rank, needed 2 ranks"):
         fd.execute(inputs)
@@ -77,7 +77,7 @@ def on_rank_without_numbers(whole: bool) -> tuple[str, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_tensors_without_numbers(ranks2, whole):
+def test_meta_tensors_are_an_error(ranks2, whole):
     for error, (found,) in ranks2.run(on_rank_without_numbers, whole):
         assert error.startswith("ArgumentError: on several ranks: arguments without numbers: found x (t0) on meta")
         assert "(at test_bad_programs.py:" in error
@@ -102,7 +102,7 @@ def on_rank_without_memory() -> tuple[str, bool, list[torch.Tensor]]:
     return message, is_known, fd.execute(inputs)
 
 
-def test_no_memory_for_a_communication(ranks2):
+def test_a_communication_without_memory_names_tensor_and_rank(ranks2):
     for error, is_known, (found,) in ranks2.run(on_rank_without_memory):
         assert re.match(
             r"no memory for [-a-z]+ of (x|whole) \(t\d\) over tp \(.*\) on rank \d: found RuntimeError: .*allocat",
@@ -113,7 +113,7 @@ def test_no_memory_for_a_communication(ranks2):
         assert torch.equal(found, torch.full((4,), 2.0))
 
 
-def test_a_world_larger_than_the_mesh(ranks4):
+def test_a_world_larger_than_the_mesh_is_an_error(ranks4):
     text = (
         "DefinitionError: the world is larger than the mesh: found 4 ranks, of which the meshes use [0, 1], "
         "needed a mesh of all ranks. Start 2 ranks, or pass idle_ranks=True to execute. "
@@ -164,7 +164,7 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("odd", DIFFERENCES)
-def test_ranks_with_different_programs(ranks4, odd):
+def test_different_programs_are_an_error(ranks4, odd):
     most, other = map(repr, DIFFERENCES[odd])
     text = (
         f"RankError: ranks disagree on the program: found ranks 0, 1, 3 {most}; rank 2 {other}, needed one "
@@ -193,7 +193,7 @@ def on_rank_with_arguments(odd: str, rank: int) -> str:
 
 
 @pytest.mark.parametrize("odd", ["tensor", "order", "scalar", "shape"])
-def test_ranks_with_different_global_arguments(ranks4, odd):
+def test_different_global_arguments_are_an_error(ranks4, odd):
     """Each would cut its shard out of another tensor, and the result would be of none of them."""
     found = ranks4.run(on_rank_with_arguments, odd, 2)
     message = {
@@ -241,7 +241,7 @@ def test_ranks_that_pass_the_same_numbers(ranks4):
     assert ranks4.run(on_rank_with_numbers, None, 2) == [("no error", 10)] * 4
 
 
-def test_ranks_with_the_same_global_arguments(ranks4):
+def test_equal_global_arguments_are_no_error(ranks4):
     assert ranks4.run(on_rank_with_arguments, "", 2) == ["no error"] * 4
 
 
@@ -282,7 +282,7 @@ fd.execute(shards)
     check_followers(run_bare(START + script, tmp_path, 2), 1, cause)
 
 
-def test_a_rank_with_another_size_at_a_later_step(tmp_path):
+def test_another_size_on_a_rank_at_a_later_step_is_an_error(tmp_path):
     """It waits for the others to compare the new plan, and they wait for it in the old one."""
     script = """
 world.limit = 1.5

@@ -89,7 +89,7 @@ def test_dtensors_give_dtensors(ranks4, shape, names, x, w, rows, expected, loca
         assert (letters, strides, same_mesh, found) == (expected, (12, 1), True, local)
 
 
-def test_uneven_shards(ranks4):
+def test_uneven_shards_are_those_of_torch(ranks4):
     """Five rows over four ranks: 2, 2, 1 and none."""
     found = ranks4.run(on_rank_linear, (4,), ("tp",), "0", "R", 5)
     for letters, whole, *_ in found:
@@ -162,7 +162,7 @@ def on_rank_mismatch() -> dict[str, str]:
     }
 
 
-def test_other_placements_than_annotated(ranks4):
+def test_other_placements_than_annotated_are_errors(ranks4):
     found = ranks4.run(on_rank_mismatch)
     assert all(errors == found[0] for errors in found)
     errors = found[0]
@@ -217,7 +217,7 @@ def on_rank_other_mesh() -> str:
     return error_of(lambda: fd.execute([x]))
 
 
-def test_an_output_on_a_mesh_of_no_input(ranks4):
+def test_an_output_on_a_mesh_of_no_input_is_an_error(ranks4):
     for error in ranks4.run(on_rank_other_mesh):
         assert "cannot be a DTensor: found [-, -] of shape [8, 6] on DeviceMesh((2, 2), ('dp', 'tp'))" in error
         assert "needed one of [DeviceMesh(" in error

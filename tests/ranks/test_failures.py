@@ -305,7 +305,7 @@ def test_wherever_a_rank_dies_the_others_name_it_and_a_line(tmp_path, how):
     assert 6 < count < 19
 
 
-def test_no_rank_0(tmp_path):
+def test_a_missing_rank_0_is_an_error(tmp_path):
     path = tmp_path / "script.py"
     path.write_text("from meshfuse.runtime.world import World; World.current()")
     environment = base_environment(

@@ -379,7 +379,7 @@ def test_ranks_that_only_the_default_group_knows(tmp_path):
     assert outputs == ["torch.distributed 3.0\n"] * 2
 
 
-def test_a_default_group_that_numbers_the_ranks_anew(tmp_path):
+def test_a_default_group_that_renumbers_the_ranks_is_an_error(tmp_path):
     """DTensors go by its numbers, and the job by those that it began with: shards would be taken for other ranks'."""
     script = """
 import sys
@@ -448,7 +448,7 @@ print(*alone, mf.World.current().size, total(2).execute([torch.ones(2)])[0].item
 
 
 @pytest.mark.parametrize("launcher", ["Open MPI", "Slurm"])
-def test_variables_of_other_launchers(tmp_path, launcher):
+def test_variables_of_other_launchers_are_enough(tmp_path, launcher):
     """No MASTER_ADDR or MASTER_PORT: the job's name gives the port."""
     script = SUM + "print(world.place.source, world.local_rank, tensor.item())"
     of_ranks = [other_variables(launcher, str(rank), f"{os.getpid()}{launcher}") for rank in range(2)]

@@ -114,7 +114,7 @@ def test_no_attempt_follows_a_pause_that_ends_after_the_time_limit(job):
     assert "restart 1 of 9" not in done.stderr
 
 
-def test_restarts_below_zero():
+def test_restarts_below_zero_are_an_error():
     with pytest.raises(ArgumentError, match="wrong number of restarts: found -1, needed 0 or more"):
         launcher.run(1, ["script.py"], max_restarts=-1)
 
