@@ -53,7 +53,7 @@ class Distributed:
 
     def __call__(self, graph: Graph) -> Graph:
         forms = dict(self.forms)
-        return _FormWriter(graph, forms).run(forms).noting(self)
+        return _FormWriter(graph, forms).run(forms).with_rewrite(self)
 
 
 def apply_distributed_forms(graph: Graph, default_mesh: DeviceMesh) -> ShardedDefinition:
