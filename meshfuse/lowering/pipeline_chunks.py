@@ -250,7 +250,7 @@ class _LoopBuilder:
 
     def _is_requested_otherwise(self, tensor: int, cut: ChunkedDim | None) -> bool:
         wanted = self.graph.streams.get(tensor)
-        return wanted is not None and (cut is None or (requested.dim, requested.chunks) != (cut.dim, len(cut.chunks)))
+        return wanted is not None and (cut is None or (wanted.dim, wanted.chunks) != (cut.dim, len(cut.chunks)))
 
     # rings
 
