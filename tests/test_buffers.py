@@ -64,7 +64,7 @@ TAKEN: dict[str, Any] = {
 @pytest.mark.parametrize("how", TAKEN)
 @pytest.mark.parametrize("held", [True, False])
 def test_memory_that_its_holder_changed_is_not_handed_out(how, held):
-    """It may be gone, or be another process', which no count of references tells: the buffer is as if never made."""
+    """It may be gone, or be another process', which no reference count shows: the buffer is as if never made."""
     pool = Pooled()
     kept = [pool.empty((3, 4), torch.float32) for _ in range(3)]
     TAKEN[how](kept[1])

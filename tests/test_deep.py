@@ -1,4 +1,4 @@
-"""Programs deeper than Python's stack, and such in which ops read the one before them twice: planned, run, told of."""
+"""Programs deeper than Python's stack, or in which ops read the one before them twice: planned, run, explained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words of `explain` and `bill`: who asked for what, alternatives that differ, numbers that can be read."""
+"""The words of `explain` and `bill`: who needs what, alternatives that differ, numbers that can be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of `fd.grad`: what they give for what they are asked for, and what they refuse."""
+"""Calls of `fd.grad`: what they return, and which are errors."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_programs_are_the_same_in_processes_that_hash_otherwise() -> None:
 
 
 def test_ranks_that_reduce_in_another_order_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digest that ranks compare before they run tells of the order of steps."""
+    """The digest that ranks compare before they run covers the order of steps."""
 
     def turned(resharded: ReshardedDefinition) -> ReshardedDefinition:
         statements = list(bucket_collectives(resharded).statements)

@@ -1,4 +1,4 @@
-"""`meshfuse.nvfuser_direct`: its names, the forms and the names of arguments, and what is asked of a device."""
+"""`meshfuse.nvfuser_direct`: its names, the forms and the names of arguments, and the properties of a device."""
 
 from __future__ import annotations
 

@@ -425,7 +425,7 @@ def test_whatever_the_system_refuses_planning_goes_on(cache, monkeypatch, stored
 
 
 def test_a_meshfuse_without_files_keeps_no_plans(cache, planning, monkeypatch):
-    """In a zip archive, another's plans would be told from its own by its version alone."""
+    """In a zip archive, another's plans would differ from its own by the version alone."""
     forget()
     monkeypatch.setattr(plan_cache, "__file__", "/no/such.zip/meshfuse/planner/plan_cache.py")
     with pytest.warns(disk_cache.CacheWarning, match="own files cannot be read: .* as in a zip archive"):

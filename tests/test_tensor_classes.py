@@ -25,7 +25,7 @@ class Named(torch.Tensor):
 
 
 class Loud(torch.Tensor):
-    """Has an answer of its own to whatever is asked of it."""
+    """Has a method of its own for every attribute."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""`meshfuse trace`, modelled: its text, its files, and what is said of what cannot be traced."""
+"""`meshfuse trace`, modelled: its text, its files, and the errors for what cannot be traced."""
 
 from __future__ import annotations
 

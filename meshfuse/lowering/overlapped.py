@@ -80,7 +80,7 @@ class ChunkLoop:
 class OverlappedDefinition:
     """The statements of a resharded definition, some of them in loops.
 
-    `refused` tells for each tensor whose stream could not be used why that is.
+    `refused` has the reason for each tensor whose stream could not be used.
     """
 
     resharded: ReshardedDefinition

@@ -35,7 +35,7 @@ def keeps_dims(call: Call) -> bool:
 
 
 def reduced_shape(call: Call) -> tuple[int, ...]:
-    """The shape that is left, with 1 for the reduced dims where keepdim is asked for."""
+    """The shape that is left, with 1 for the reduced dims with keepdim."""
     dims, keep = reduced_dims(call), keeps_dims(call)
     return tuple(1 if d in dims else n for d, n in enumerate(call.types[0].shape) if keep or d not in dims)
 
@@ -62,7 +62,7 @@ def _check_order(call: Call, requested: DataType) -> None:
 
 
 def _check_elements(call: Call) -> None:
-    """Raises DefinitionError where max or min has no element to take, unless the user has asked for its neutral one."""
+    """Raises DefinitionError where max or min has no element to take, unless the user has allowed its neutral one."""
     shape = call.types[0].shape
     empty = next((d for d in reduced_dims(call) if shape[d] == 0), None)
     if empty is not None and not call["empty"]:

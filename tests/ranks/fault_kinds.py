@@ -105,7 +105,7 @@ class Fault:
     ranks_started: int = RANKS
     port_taken: bool = False
     env: dict[str, str] = field(default_factory=dict)
-    others: dict[int, dict[str, str]] = field(default_factory=dict)  # what single ranks are told otherwise
+    others: dict[int, dict[str, str]] = field(default_factory=dict)  # variables of single ranks that differ
 
     def __str__(self) -> str:
         return f"{self.name} [{self.mode}]"

@@ -1,4 +1,4 @@
-"""One rank of a RankPool: runs the functions it is told to, and sends back what they return or raise."""
+"""One rank of a RankPool: runs the functions that it is sent, and sends back what they return or raise."""
 
 from __future__ import annotations
 

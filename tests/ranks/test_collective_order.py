@@ -251,7 +251,7 @@ for _ in range(3):
 
 
 def test_an_execution_at_the_exit_says_when(tmp_path):
-    """By then this rank has told the others that it is done."""
+    """By then this rank has left the job."""
     script = "import atexit\natexit.register(lambda: fd.execute(shards))\n" + START
     for code, text in run_bare(script, tmp_path, 2):
         assert code == 0 and text.count("Exception ignored in atexit") == 1

@@ -186,7 +186,7 @@ group.all_reduce(tensor).wait()
 
 @pytest.mark.parametrize("stopped", [0, 2])
 def test_a_wait_with_a_limit_of_its_own_says_that_one(tmp_path, stopped):
-    """Saving waits longer than MESHFUSE_TIMEOUT, or as long as it is told."""
+    """Saving waits longer than MESHFUSE_TIMEOUT, or as long as its argument says."""
     through = tmp_path / "through"
     through.mkdir()
     script = f"""

@@ -213,7 +213,7 @@ if rank > 1:
 
 @pytest.mark.parametrize("catches", ["both", "one"])
 def test_an_error_that_ranks_of_a_group_catch(tmp_path, catches: str) -> None:
-    """Where both catch it they go on, and no other rank is asked; where one does, the group's next call is an error."""
+    """Where both catch it they go on, with no other rank; where one does, the group's next call is an error."""
     script = f"""
 world.limit = 2.0 if {catches!r} == "one" else 20.0
 own, every = layer(row, reduced=True), layer((0, 1, 2, 3), reduced=True)

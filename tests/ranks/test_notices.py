@@ -1,4 +1,4 @@
-"""Signals by which a batch system, a terminal or a user tells a job something: they reach the ranks' handlers.
+"""Signals by which a batch system, a terminal or a user notifies a job: they reach the ranks' handlers.
 
 Where no rank has one they end the job, as SIGTERM does.
 """

@@ -33,7 +33,7 @@ MESHES = {
 
 
 def whole(step: int = 0) -> dict[str, torch.Tensor]:
-    """The global tensors: every element is another number, and tells the step."""
+    """The global tensors: every element is another number, which shows the step."""
     found = {n: torch.arange(torch.Size(s).numel()).reshape(s).double() + 100 * step for n, s in SHAPES.items()}
     return found | {"half": found["half"].bfloat16()}
 
@@ -155,7 +155,7 @@ assert torch.equal(mf.load(path + "a")["w"], torch.ones(40, 6))
 
 
 def test_two_saves_at_once_are_an_error(tmp_path):
-    """Their order differs between ranks: a checkpoint would be of both. Rank 1 comes when rank 0 has been told."""
+    """Their order differs between ranks: a checkpoint would be of both. Rank 1 comes when rank 0 has its error."""
     script = """
 if world.rank == 1:
     while not os.path.exists(path): time.sleep(0.01)
@@ -319,7 +319,7 @@ DTYPES = (torch.bfloat16, torch.bool, torch.complex128, torch.int8)
 
 
 def on_rank_elsewhere(path: str) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """Tensors of no elements and of no dims that rank 1 alone holds: their dtypes are told by no element."""
+    """Tensors of no elements and of no dims that rank 1 alone holds: no element has their dtypes."""
     mesh = mf.DeviceMesh((1,), ("x",), ranks=[1])
     made = [torch.empty(shape, dtype=dtype) for dtype in DTYPES for shape in ((2, 0), (0,), ())]
     state = {

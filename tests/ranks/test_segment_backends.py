@@ -70,7 +70,7 @@ def test_auto_compiles_at_the_same_call_on_all_ranks(ranks2):
 
 
 def on_rank_that_cannot_compile() -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:
-    """What a rank is told at the call that compiles, which rank 1 cannot; then what it computes, and what is right."""
+    """The error of a rank at the call that compiles, which rank 1 cannot; then what it computes, and what is right."""
     world, message = mf.World.current(), ""
     failing = mock.patch.object(Segments, "compile_next", side_effect=OSError("no compiler here"))
     fd, plain = places(world.size), places(world.size)
