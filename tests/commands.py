@@ -1,4 +1,6 @@
-"""`python -m meshfuse` several times for the price of one import of torch: each command in a fork of one process."""
+"""`python -m meshfuse` several times for the price of one import of torch: each command in a fork of one process, and
+the ranks that it starts in forks of that.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ SOURCE = str(Path(meshfuse.__file__).parents[1])
 # interpreter finds it when it starts; or all three standard files are.
 PLACES = ("file", "/dev/full", "closed", "all closed")
 _FORKS = """
-import json, os, sys
+import json, os, subprocess, sys
+import forked
 import meshfuse.fusion_definition
 from meshfuse.cli import main
 
@@ -38,6 +41,8 @@ for number, (place, words) in enumerate(json.loads(sys.argv[1])):
         redirect(1, "/dev/full" if place == "/dev/full" else f"stdout{number}")
         redirect(2, f"stderr{number}")
         close(*{"closed": (1,), "all closed": (0, 1, 2)}.get(place, ()))
+        if "--ranks" in words:
+            subprocess.Popen = forked._Forked
         sys.argv[1:] = words
         raise SystemExit(main())
     codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
@@ -55,7 +60,7 @@ class Done(NamedTuple):
 
 def forked(commands: Sequence[tuple[str, Sequence[str]]], folder: Path, **variables: str) -> list[Done]:
     """Each command, a place of `PLACES` and the words after `meshfuse`, run to its end in this working directory."""
-    environment = os.environ | {"PYTHONPATH": SOURCE} | variables
+    environment = os.environ | {"PYTHONPATH": f"{SOURCE}:{Path(__file__).parent / 'ranks'}"} | variables
     words = [sys.executable, "-c", _FORKS, json.dumps(commands)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240, cwd=folder)
     assert done.returncode == 0, done.stderr

@@ -26,8 +26,7 @@ from meshfuse.rewrites.split_concats import Parted
 from meshfuse.sharding.layout import Split
 from meshfuse.testing import assert_same_as_unsharded, definitions, inputs_for
 from meshfuse.testing.check import assert_close, tolerance_of
-from meshfuse.testing.concat_distributive import concat_problem, evaluated, on_parts
-from op_harness import sample_ids
+from meshfuse.testing.concat_distributive import evaluated, on_parts
 
 T = mf.TensorView
 N = 8
@@ -37,16 +36,7 @@ B, H, S, D = 2, 4, 64, 16
 NEW = 3
 
 
-# `OpDef.concat_distributive` against the op's lowering (`check_op` does it, too), and what is read then.
-
-
-CONCAT_DISTRIBUTIVE = [(name, place) for name, place in sample_ids() if OPS[name].concat_distributive]
-
-
-@pytest.mark.parametrize(("name", "place"), CONCAT_DISTRIBUTIVE)
-def test_an_op_on_parts_is_the_op(name: str, place: int) -> None:
-    sample = OPS[name].samples()[place]
-    assert concat_problem(OPS[name], sample) is None
+# What is read where `OpDef.concat_distributive` is used; `check_op` compares it with the op's lowering.
 
 
 @pytest.mark.parametrize(
