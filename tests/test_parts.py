@@ -19,7 +19,7 @@ from meshfuse.ops import OPS
 from meshfuse.ops.binding import make_call
 from meshfuse.ops.rules import FactorKind
 from meshfuse.ops.values import TensorRef, TensorType
-from meshfuse.planner import plan_cache as plan_cache
+from meshfuse.planner import plan_cache
 from meshfuse.planner import shape_reuse as nearby
 from meshfuse.planner.effort import MOST
 from meshfuse.rewrites.split_concats import Parted

@@ -28,7 +28,7 @@ import meshfuse as mf
 from interrupts import forget, interrupted, places, refused, requests
 from meshfuse import compiler, disk_cache
 from meshfuse.fusion_definition import FusionDefinition
-from meshfuse.planner import plan_cache as plan_cache
+from meshfuse.planner import plan_cache
 from meshfuse.testing import annotations, definitions
 
 SOURCE = Path(__file__).resolve().parents[1]

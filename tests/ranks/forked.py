@@ -148,9 +148,9 @@ class _Forked(subprocess.Popen):  # type: ignore[type-arg]
 
 def _as_if_imported_now() -> None:
     """What importing meshfuse does in a rank of `meshfuse run`: it was imported where no launcher said anything."""
-    from meshfuse.runtime import exit_hooks as exits
+    from meshfuse.runtime import exit_hooks
 
-    exits.report_user_errors()
+    exit_hooks.report_user_errors()
 
 
 def _prepare(variables: dict[str, str], log: str, errors: str) -> None:

@@ -17,7 +17,7 @@ import meshfuse as mf
 from meshfuse.errors import SourceLine
 from meshfuse.executor.spmd import RankProgram
 from meshfuse.runtime import diagnosis
-from meshfuse.runtime import exit_hooks as exits
+from meshfuse.runtime import exit_hooks
 from meshfuse.runtime.call_order import Calls
 from meshfuse.runtime.roll_call import Failure
 
@@ -384,6 +384,6 @@ def test_ranks_that_follow_say_where_they_were(capsys):
     failure = Failure(1, "Traceback ...\nKeyError: '1 cannot finish on 2'", True)
     error = diagnosis.peer_failed(scene, "a check that 0 cannot finish on 1 (ranks 0, 1)", failure)
     RankProgram._locate(program, error)
-    exits._print_short(0, error)
+    exit_hooks._print_short(0, error)
     place = "the definition of y in step 2: a check that 0 cannot finish on 1 (ranks 0, 1) at script.py:11"
     assert capsys.readouterr().err == f"rank 0: stopped in {place}, because rank 1 failed\n"
