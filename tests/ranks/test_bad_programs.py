@@ -16,8 +16,7 @@ from rank_pool import START, alive, run_bare, wait_until
 import meshfuse as mf
 from meshfuse.errors import SourceLine
 from meshfuse.executor.spmd import RankProgram
-from meshfuse.runtime import diagnosis
-from meshfuse.runtime import exit_hooks
+from meshfuse.runtime import diagnosis, exit_hooks
 from meshfuse.runtime.call_order import Calls
 from meshfuse.runtime.roll_call import Failure
 
