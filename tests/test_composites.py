@@ -14,9 +14,6 @@ import meshfuse as mf
 from meshfuse.ops.binding import of_kind
 from meshfuse.ops.values import REQUIRED, ParamKind
 
-# What is checked are numbers, whatever the plan.
-pytestmark = pytest.mark.usefixtures("planned_once")
-
 Build = Callable[..., Any]
 X = torch.randn(4, 6, 10, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.tensor([[9, 0, 4, 3, 3, 7]] * 4)
