@@ -11,6 +11,7 @@ from . import (
     blocks,
     casts,
     convolution,
+    convolution_weight,
     embedding,
     factories,
     functions,
@@ -27,6 +28,8 @@ from . import (
     shape,
     sorting,
     statistics,
+    window_maxima,
+    window_sums,
     windows,
 )
 from .attention import column_blocks, ring, ring_steps, scaled_dot_product
@@ -44,6 +47,9 @@ _FAMILIES = (
     blocks,
     matmul,
     convolution,
+    convolution_weight,
+    window_sums,
+    window_maxima,
     reshape,
     shape,
     windows,
