@@ -21,6 +21,7 @@ from .rules import DimFactors, Rule, RuleBuilder
 from .shape_arithmetic import UNKNOWN, check_dtypes, check_ndim, check_positive, check_same_size, known_size
 from .sliding_windows import (
     Window,
+    check_windows,
     input_blocks,
     per_dim,
     resized,

@@ -16,7 +16,7 @@ from .halo import in_blocks
 from .opdef import Call, Emit, OpDef, Partial, Sample, Writing
 from .rules import Rule, RuleBuilder
 from .shape_arithmetic import UNKNOWN, check_dtypes, check_ndim, check_same_size, known_size
-from .sliding_windows import Window, input_blocks, per_dim, window_factors, with_halo
+from .sliding_windows import Window, check_windows, input_blocks, per_dim, window_factors, with_halo
 from .values import Param, ParamKind, TensorRef, TensorType
 from .vjp import Backward, sizes
 
