@@ -28,6 +28,7 @@ WITHOUT_DERIVATIVE = {
     "nextafter": "a step in the last place",
     "scaled_mm": "quantised operands",
     "attention_merge": "stands in rounds only",
+    "scatter_prod": "of several factors that are 0 it has no closed form in other ops",
     **dict.fromkeys(references.NVIDIA_ONLY, "quantised operands"),
     **dict.fromkeys(
         (name for name in OPS if name.startswith(("block_", "sdpfa_bwd_")) and OPS[name].vjp is None),

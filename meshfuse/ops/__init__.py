@@ -10,6 +10,7 @@ from . import (
     block_order,
     blocks,
     casts,
+    composite,
     convolution,
     convolution_weight,
     embedding,
@@ -18,6 +19,7 @@ from . import (
     grouped_products,
     indexing,
     joins,
+    linear_index,
     logic,
     matmul,
     reductions,
@@ -25,6 +27,7 @@ from . import (
     scaled_products,
     scans,
     scatter,
+    scatter_folds,
     shape,
     sorting,
     statistics,
@@ -33,7 +36,9 @@ from . import (
     windows,
 )
 from .attention import column_blocks, ring, ring_steps, scaled_dot_product
-from .composite import COMPOSITES
+from .image_composites import IMAGE_COMPOSITES
+from .index_composites import INDEX_COMPOSITES
+from .norm_composites import NORM_COMPOSITES
 from .opdef import OpDef
 
 _FAMILIES = (
@@ -57,7 +62,9 @@ _FAMILIES = (
     block_order,
     indexing,
     embedding,
+    linear_index,
     scatter,
+    scatter_folds,
     sorting,
     factories,
     scaled_dot_product,
@@ -69,6 +76,8 @@ _FAMILIES = (
     adjoints,
 )
 _INNER = (blocks, column_blocks, ring_steps, adjoints)  # what distributed forms and gradients are written in
+# Functions of `fd.ops` that are written in ops of the table, by name.
+COMPOSITES = composite.COMPOSITES | NORM_COMPOSITES | IMAGE_COMPOSITES | INDEX_COMPOSITES
 OPS: dict[str, OpDef] = {op.name: op for family in _FAMILIES for op in family.OPS}
 
 
