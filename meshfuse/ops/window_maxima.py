@@ -178,8 +178,10 @@ def _distributed_max_bwd(
     if found is None:
         return None
     cut, halo, _, (n, _) = found
-    grad, places = (cut.merged(r, in_blocks(r, x, dim, blocks, cut.results, halo, 0)) for x in operands)
     made = call.results[0].shape[2:]
+    index = r.call("linear_index", operands[1:], (math.prod(made),), False)  # For the error of a wrong one.
+    pair = (operands[0], index)
+    grad, places = (cut.merged(r, in_blocks(r, x, dim, blocks, cut.results, halo, 0)) for x in pair)
     plane = _PlaneOps(r, made, dim - 2)
     outer, index, inner = plane.parts(places)
     index = r.call("sub", index, cut.starts(r, len(made) + 2, cut.inputs, call.types[0].shape[0]))
