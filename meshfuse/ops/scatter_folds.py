@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ..dtypes import DataType
-from ..errors import DtypeError, user_error
 from ..kernels.indices import local_places
 from ..kernels.table import kernel
 from ..sharding.layout import Runs
@@ -30,9 +29,6 @@ K = ParamKind
 def _infer(call: Call) -> tuple[TensorType, ...]:
     made = scatter_types(call)
     check_order(call.op.name, made[0])
-    if call.types[0].dtype is not call.types[2].dtype:
-        raise user_error(f"{call.op.name}: operands of different dtypes", f"{call.types[0]} and {call.types[2]}",
-                         "one dtype", "Cast the source with fd.ops.cast.", cls=DtypeError)  # fmt: skip
     return made
 
 
@@ -71,7 +67,7 @@ def scatter_fold(
     places, inside = local_places(index, runs)
     n = x.shape[dim]
     spare = x.new_zeros([1 if d == dim else size for d, size in enumerate(x.shape)])
-    made = torch.cat([x, spare], dim).scatter_reduce(dim, torch.where(inside, places, n), src, reduce)
+    made = torch.cat([x, spare], dim).scatter_reduce(dim, torch.where(inside, places, n), src.to(x.dtype), reduce)
     return made.narrow(dim, 0, n)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...dtypes import Category, DataType
-from ...errors import user_error
+from ...errors import DefinitionError, DtypeError, user_error
 from ...kernels.table import kernel
 from ...sharding.layout import Runs
 from ..blocks import block_size
@@ -185,7 +185,7 @@ def _added_type(call: Call) -> TensorType:
     found = call.type_of("mask" if call["of_mask"] else "bias")
     if found is None or found.dtype.category < Category.FLOAT:
         raise user_error("sdpfa_bwd_added", str(found), "a bias, or a mask of numbers that is added",
-                         "Pass what the gradient is of.")  # fmt: skip
+                         "Pass what the gradient is of.", cls=DtypeError if found else DefinitionError)  # fmt: skip
     return found
 
 
