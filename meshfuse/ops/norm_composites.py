@@ -61,7 +61,8 @@ def batch_norm(
     dims = [d for d in range(x.ndim) if d != 1]
     centred, average, variance = _moments(fd, wide, dims)
     rstd = ops.rsqrt(ops.add(variance, eps))
-    out = in_type_of(fd, _affine(fd, ops.mul(centred, rstd), weight, bias), x)
+    scale = rstd if weight is None else ops.mul(rstd, _per_channel(fd, x, weight, "weight"))
+    out = in_type_of(fd, _affine(fd, ops.mul(centred, scale), None, bias), x)
     average, variance = (fd.stop_gradient(ops.squeeze(s, dims)) for s in (average, variance))
     count = count_along(x, dims)
     sample = ops.truediv(ops.mul(variance, count), ops.maximum(count - 1, 1))
@@ -81,8 +82,9 @@ def _by_running(
                          "Pass them, or training=True.")  # fmt: skip
     rstd = fd.ops.rsqrt(fd.ops.add(as_wide(fd, variance), eps))
     centred = fd.ops.sub(wide, _per_channel(fd, x, average, "running mean"))
-    made = fd.ops.mul(centred, _per_channel(fd, x, rstd, "running variance"))
-    return in_type_of(fd, _affine(fd, made, *affine), x), None, None, average, variance
+    scale = rstd if affine[0] is None else fd.ops.mul(rstd, affine[0])
+    made = fd.ops.mul(centred, _per_channel(fd, x, scale, "running variance"))
+    return in_type_of(fd, _affine(fd, made, None, affine[1]), x), None, None, average, variance
 
 
 def native_group_norm(

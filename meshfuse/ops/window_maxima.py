@@ -68,13 +68,23 @@ def window_max(
     if 0 in (*x.shape, *shape):
         return x.new_zeros(shape), x.new_zeros(shape, dtype=torch.int64)
     reach = [(m - 1) * s + d * (k - 1) + 1 for m, s, d, k in zip(shape[2:], stride, dilation, size, strict=True)]
+    pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[len(size) - 1]
+    if tuple(x.shape[2:]) == tuple(whole) and _pads_itself(reach, size, before, whole):
+        made = pool(x, size, stride, before, dilation, return_indices=True)
+        values, places = (t[(..., *map(slice, shape[2:]))] for t in made)
+        return values, places
     widths = [(b, n - b - m) for n, b, m in zip(reach, before, x.shape[2:], strict=True)]
     padded = F.pad(x, torch_widths(widths), value=float("-inf"))
-    pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[len(size) - 1]
     values, places = pool(padded, size, stride, 0, dilation, return_indices=True)
     by_dim = zip(_coordinates(places, padded.shape[2:]), before, x.shape[2:], runs, strict=True)
     found = [_global((c - b).clamp(0, n - 1), run) for c, b, n, run in by_dim]
     return values, _place(found, whole)
+
+
+def _pads_itself(reach: Sequence[int], size: Sequence[int], before: Sequence[int], whole: Sequence[int]) -> bool:
+    """Whether torch's own padding, the same before and after each dim, has all windows; they may be some of its."""
+    rows = zip(reach, size, before, whole, strict=True)
+    return all(2 * b <= k and n - b <= m + b for n, k, b, m in rows)
 
 
 def _coordinates(places: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:

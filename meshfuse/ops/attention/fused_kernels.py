@@ -54,8 +54,8 @@ def attend(
     flat = None if addend is None else _flat(_dense(addend.expand(*q.shape[:-1], k.shape[-2])))
     dense_q, dense_k, dense_v = (_flat(_dense(_for_every_head(x, q))) for x in (q, k, v))
     out, lse = form(dense_q, dense_k, dense_v, flat, is_causal, scale)
-    if flat is not None:
-        blind = (flat == float("-inf")).all(-1)
+    if addend is not None:
+        blind = (addend == float("-inf")).all(-1).expand(q.shape[:-1]).reshape(lse.shape)
         lse = lse.masked_fill(blind, float("-inf"))
         if q.device.type == "cuda":  # The CPU's kernel gives zeros itself.
             out = out.masked_fill(blind.unsqueeze(-1), 0.0)
