@@ -26,6 +26,11 @@ def causal(fd: mf.FusionDefinition, s: int = 5, t: int = 5) -> mf.TensorView:
     return fd.ops.le(columns(fd, t), rows(fd, s))
 
 
+def reshaped(fd: mf.FusionDefinition) -> mf.TensorView:
+    row = fd.ops.reshape(fd.ops.iota(5), [5, 1])
+    return fd.ops.reshape(fd.ops.ge(row, fd.ops.iota(5)), [1, 1, 5, 5])
+
+
 def window(fd: mf.FusionDefinition) -> mf.TensorView:
     near = fd.ops.gt(columns(fd, 5), fd.ops.sub(rows(fd, 5), 3))
     return fd.ops.logical_and(causal(fd), near)
@@ -46,6 +51,7 @@ MASKS: dict[str, tuple[Callable[[Any], mf.TensorView], Band | None]] = {
     "causal": (causal, Band(0, INF)),
     "with ones": (padded, Band(0, INF)),
     "by triu": (by_triu, Band(0, INF)),
+    "reshaped": (reshaped, Band(0, INF)),
     "window": (window, Band(0, 2)),
     "transposed": (lambda fd: fd.ops.permute(by_triu(fd), [1, 0]), None),
     "later rows": (lambda fd: fd.ops.ge(rows(fd, 3, 4), columns(fd, 9)), Band(-4, INF)),

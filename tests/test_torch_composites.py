@@ -212,3 +212,69 @@ def test_what_a_composite_cannot_take_is_told(message: str, build: Callable[...,
     x, mask = fd.define_tensor([4, 6]), fd.define_tensor([4, 6], dtype=mf.DataType.Bool)
     with pytest.raises(mf.DefinitionError, match=message):
         build(fd, x, mask)
+
+
+# what is moved ----------------------------------------------------------------------------------------------------
+
+
+def _moved(build: Callable[..., Any], mesh: mf.DeviceMesh, spec: list[Any]) -> float:
+    """Bytes on the wire for an operand [1, 8, 64, 16] and its result in this sharding, and the operand's gradient."""
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor([1, 8, 64, 16])
+    made = build(fd, x)
+    fd.add_output(made)
+    fd.add_output(fd.grad(fd.ops.sum(fd.ops.sin(made)), x))
+    for tensor in (x, made):
+        fd.mesh_split(tensor, mesh, spec)
+    return fd.bill().total
+
+
+def _convolved(fd: mf.FusionDefinition, x: Any, transposed: bool = False) -> Any:
+    weight = fd.ops.sin(fd.ops.reshape(fd.ops.iota(8 * 8 * 9, dtype=mf.DataType.Float), [8, 8, 3, 3]))
+    return fd.ops.convolution(x, weight, None, [2], [1], [1], transposed, [1] if transposed else [0])
+
+
+WINDOWS: dict[str, Callable[..., Any]] = {
+    "convolution": _convolved, "transposed": lambda fd, x: _convolved(fd, x, True),
+    "max_pool": lambda fd, x: fd.ops.max_pool(x, 3, 2, 1)[0], "avg_pool": lambda fd, x: fd.ops.avg_pool(x, 3, 2, 1),
+    "bilinear": lambda fd, x: fd.ops.upsample_linear(x, [128, 32]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_over_a_sharded_spatial_dim_only_edges_move(name: str) -> None:
+    """A row is 8 x 16 numbers, or twice as many where the result is larger; four ranks have three borders."""
+    moved = _moved(WINDOWS[name], mf.DeviceMesh((4,), ("x",)), [None, None, "x", None])
+    assert 0 < moved <= 8 * 3 * 8 * 32 * 4
+
+
+@pytest.mark.parametrize("name", ["max_pool", "nearest", "patches", "batch of images"])
+def test_windows_side_by_side_move_nothing(name: str) -> None:
+    build, spec = {
+        "max_pool": (lambda fd, x: fd.ops.max_pool(x, 2)[0], [None, None, "x", None]),
+        "nearest": (lambda fd, x: fd.ops.upsample_nearest(x, [128, 32]), [None, None, "x", None]),
+        "patches": (lambda fd, x: fd.ops.avg_pool(x, [4, 2]), [None, None, "x", None]),
+        "batch of images": (lambda fd, x: fd.ops.max_pool(x, 3, 2, 1)[0], [None, "x", None, None]),
+    }[name]
+    assert _moved(build, mf.DeviceMesh((4,), ("x",)), spec) == 0
+
+
+def test_a_small_residual_network_on_batch_and_rows() -> None:
+    """Batch norms over both, a strided convolution beside a pool, and a head: loss, buffers and gradients."""
+    case = Case(
+        [(4, 3, 8, 8), (6, 3, 3, 3), (6,), (6,), (6, 3, 1, 1), (5, 6)],
+        lambda fd, x, w, g, b, s, h: fd.ops.linear(fd.ops.squeeze(fd.ops.adaptive_avg_pool(fd.ops.relu(fd.ops.add(
+            fd.ops.batch_norm(fd.ops.convolution(x, w, None, [2], [1]), g, b)[0],
+            fd.ops.convolution(fd.ops.avg_pool(x, 2), s))), 1), [2, 3]), h),
+        lambda x, w, g, b, s, h: F.adaptive_avg_pool2d(F.relu(
+            F.batch_norm(F.conv2d(x, w, None, 2, 1), None, None, g, b, True) + F.conv2d(F.avg_pool2d(x, 2), s)
+        ), 1).flatten(1) @ h.T,
+    )  # fmt: skip
+    inputs, fd = _inputs(case), mf.FusionDefinition()
+    tensors = [fd.define_tensor(list(t.shape), dtype=mf.DataType.Double) for t in inputs]
+    made = case.build(fd, *tensors)
+    for tensor in (made, *fd.grad(fd.ops.sum(fd.ops.sin(made)), tensors)):
+        fd.add_output(tensor)
+    fd.mesh_split(tensors[0], mf.DeviceMesh((2, 2), ("dp", "sp")), ["dp", None, "sp", None])
+    for found, value in zip(fd.simulate(inputs, check_replicas=True), _wanted(case, inputs), strict=True):
+        torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-9)

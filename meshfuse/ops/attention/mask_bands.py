@@ -264,6 +264,18 @@ def _squeeze(call: Call, given: list[_Known]) -> _Known:
     return _moved(x, places)
 
 
+def _reshape(call: Call, given: list[_Known]) -> _Known:
+    """One that adds and drops dims of size 1."""
+    before, after = ([(d - t.ndim, n) for d, n in enumerate(t.shape) if n != 1] for t in (*call.types, *call.results))
+    if [n for _, n in before] != [n for _, n in after] or sum(n == UNKNOWN for _, n in before) > 1:
+        return None
+    places = {old: new for (old, _), (new, _) in zip(before, after, strict=True)}
+    x = given[0]
+    if isinstance(x, Places):
+        return _moved(Places(x.offset, tuple(step for step in x.steps if step[0] in places)), places)
+    return _moved(x, places)
+
+
 def _permute(call: Call, given: list[_Known]) -> _Known:
     order, ndim = call["dims"], call.types[0].ndim
     return _moved(given[0], {d % ndim - ndim: i - ndim for i, d in enumerate(order)})
@@ -288,6 +300,7 @@ _RULES: dict[str, Callable[[Call, list[_Known]], _Known]] = {
     "ge": _compared(0, None), "gt": _compared(1, None), "le": _compared(None, 0), "lt": _compared(None, -1),
     "eq": _compared(0, 0), "logical_and": _and, "bitwise_and": _and, "mul": _and, "logical_or": _or,
     "bitwise_or": _or, "logical_not": _not, "bitwise_not": _not, "triu": _triu, "broadcast": _broadcast,
-    "broadcast_in_dim": _broadcast_in_dim, "squeeze": _squeeze, "permute": _permute, "slice": _slice,
+    "broadcast_in_dim": _broadcast_in_dim, "squeeze": _squeeze, "reshape": _reshape, "permute": _permute,
+    "slice": _slice,
     **dict.fromkeys(("set", "segment_set", "expand", "stride_order"), _same),
 }  # fmt: skip
