@@ -276,13 +276,13 @@ def convolution_sample(x: tuple[int, ...], weight: tuple[int, ...], bias: int = 
 
 def _samples() -> list[Sample]:
     return [
-        convolution_sample((2, 4, 12), (6, 4, 3), 6, stride=[2], padding=[1]),
-        convolution_sample((2, 4, 6, 5), (6, 2, 3, 2), stride=[1], padding=[1, 0], dilation=[1, 2], groups=2),
-        convolution_sample((1, 2, 4, 3), (2, 2, 2, 1), stride=[2, 1]),
-        convolution_sample((2, 4, 5), (4, 3, 4), 3, stride=[2], padding=[1], transposed=True),
-        convolution_sample((2, 4, 3, 3), (4, 2, 2, 3), stride=[2, 1], padding=[0, 1], transposed=True,
-                           output_padding=[1, 0], groups=2),
-    ]  # fmt: skip
+        convolution_sample((2, 4, 8), (6, 4, 3), 6, stride=[2], padding=[1]),
+        convolution_sample((1, 4, 5, 2), (6, 2, 2, 1), padding=[1, 0], dilation=[2, 1], groups=2),
+        convolution_sample((1, 2, 6), (3, 2, 2), stride=[2]),
+        convolution_sample(
+            (2, 4, 5), (4, 2, 3), 4, stride=[2], padding=[1], transposed=True, output_padding=[1], groups=2
+        ),
+    ]
 
 
 def _reference(x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Any, padding: Any, dilation: Any,

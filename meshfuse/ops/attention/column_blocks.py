@@ -214,7 +214,6 @@ def sdpfa_bwd_added(of_mask: bool, *saved: Any) -> torch.Tensor:
 def _added_samples() -> list[Sample]:
     last = masked_sample()
     return [
-        Sample((*last.args[:12], None), values=last.values),
         Sample((*last.args[:11], TensorType((2, 4, 6, 1), DataType.Float), last.args[12]), values=last.values),
         Sample((*last.args[:11], None, TensorType((1, 6, 7), DataType.Float), True), values=last.values),
     ]

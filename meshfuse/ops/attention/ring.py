@@ -243,8 +243,7 @@ def _samples() -> list[Sample]:
         _sample((2, 4, 6, 8), (2, 4, 9, 8), 3),
         _sample((2, 4, 8, 8), (2, 2, 8, 8), 4, True),
         _sample((2, 4, 8, 8), (2, 2, 8, 8), 2, True, True),
-        _sample((2, 4, 8, 8), (2, 2, 8, 8), 2, True, False, bias, mask),
-        _sample((2, 4, 8, 8), (2, 4, 8, 8), 2, True, True, bias),
+        _sample((2, 4, 8, 8), (2, 2, 8, 8), 2, True, True, bias, mask),
     ]
 
 
