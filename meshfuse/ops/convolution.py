@@ -123,7 +123,8 @@ def _spatial_factors(
     triples = zip(given, made, convolution_windows(call, kernel), strict=True)
     if not call["transposed"]:
         return [window_factors(builder, n, m, w) for n, m, w in triples]
-    return [window_factors(builder, m, n, w)[::-1] for n, m, w in triples]
+    pairs = [window_factors(builder, m, n, w) for n, m, w in triples]
+    return [(read, written) for written, read in pairs]
 
 
 def _emit(e: Emit) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.nn.grad as weight_gradients
 
 from ..errors import user_error
 from ..kernels.table import kernel
@@ -155,7 +156,7 @@ def _weight_bwd_samples() -> list[Sample]:
 def _weight_bwd_reference(grad: torch.Tensor, x: torch.Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any,
                           groups: int) -> torch.Tensor:  # fmt: skip
     shape = (grad.shape[1], x.shape[1] // groups, *kernel)
-    of = [torch.nn.grad.conv1d_weight, torch.nn.grad.conv2d_weight, torch.nn.grad.conv3d_weight][x.ndim - 3]
+    of = [weight_gradients.conv1d_weight, weight_gradients.conv2d_weight, weight_gradients.conv3d_weight][x.ndim - 3]
     per = [list(each) * (x.ndim - 2) if len(each) == 1 else list(each) for each in (stride, padding, dilation)]
     return of(x, shape, grad, *per, groups)
 

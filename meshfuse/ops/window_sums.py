@@ -171,7 +171,7 @@ def _spread_reference(grad: torch.Tensor, made: Any, size: Any, stride: Any, bef
             for place in range(window * s - b, window * s - b + k):
                 if 0 <= place < n:
                     reads[place, window] = 1
-        grad = torch.movedim(torch.tensordot(reads, grad, ([1], [d + 2])), 0, d + 2)
+        grad = torch.matmul(grad.movedim(d + 2, -1), reads.T).movedim(-1, d + 2)
     return out + grad
 
 

@@ -83,7 +83,7 @@ def _known(recording: _Recorded, tensor: int, seen: dict[int, _Known]) -> _Known
         return seen[tensor]
     node, found = recording.producer(tensor), None
     rule = None if node is None else _RULES.get(node.op.name)
-    if rule is not None:
+    if node is not None and rule is not None:
         given = [_known(recording, i, seen) for i in node.inputs]
         call = Call(node.op, node.args, node.form.types, (recording.tensors[tensor].type,))
         spread = zip(given, node.form.types, strict=True)

@@ -151,7 +151,8 @@ def attention_rounds(r: Writing, call: Call, operands: Refs) -> Sequence[TensorR
     """(output, log-sum-exp) of ring attention."""
     ring = _RingForward(r, call)
     added = Added.of(call, [ring.split_added(x) for x in operands[3:]])
-    made = (ring.zigzag if is_zigzag(call) else ring.in_order)(*map(ring.split, operands[:3]), added)
+    q, k, v = map(ring.split, operands[:3])
+    made = ring.zigzag(q, k, v, added) if is_zigzag(call) else ring.in_order(q, k, v, added)
     return [ring.whole(x, kind.dtype) for x, kind in zip(made, call.results, strict=True)]
 
 
