@@ -167,6 +167,33 @@ def test_whichever_operands_are_sharded(sharded: str) -> None:
         assert_right(defined(PLACES["ring of 3"], mode, sharded=sharded), mode, 1e-10)
 
 
+@pytest.mark.parametrize("mode", ASKED)
+@pytest.mark.parametrize("name", ["ring of 4", "ring of 3"])
+def test_a_bias_and_a_mask_go_round_with_the_ring(name: str, mode: str) -> None:
+    """The bias [h, s, s_k] in the ring's order with a gradient of its own, the mask [b, 1, 1, s_k] of padded keys."""
+    place, (causal, zigzag) = PLACES[name], MODES[mode]
+    (b, h, s, _), columns = QKV[0], QKV[1][2]
+    fd = mf.FusionDefinition()
+    tensors = [fd.define_tensor(list(shape), dtype=DOUBLE) for shape in (*QKV, (h, s, columns))]
+    mask = fd.define_tensor([b, 1, 1, columns], dtype=mf.DataType.Bool)
+    out, _ = fd.ops.ring_attention(*tensors[:3], place.ring, causal, None, zigzag, tensors[3], mask)
+    for made in (out, *fd.grad(out, tensors[:3]), fd.grad(out, tensors[3])):
+        fd.add_output(made)
+    for tensor in tensors[:3]:
+        fd.mesh_split(tensor, place.mesh, place.spec)
+    inputs = inputs_of(fd)[:4]
+    inputs.append(torch.rand(b, 1, 1, columns, generator=torch.Generator().manual_seed(2)) > 0.2)
+    q, k, v, bias = leaves = [t.clone().requires_grad_() for t in inputs[:4]]
+    keys, values = (t.repeat_interleave(h // t.shape[1], 1) for t in (k, v))
+    order = in_zigzag(torch.arange(s), place.ring) if zigzag else torch.arange(s)
+    seen = inputs[4] & ((order <= order[:, None]) if causal else torch.tensor(True))
+    scores = (q @ keys.mT * q.shape[-1] ** -0.5 + bias).masked_fill(~seen, float("-inf"))
+    wanted = torch.nan_to_num(scores.softmax(-1)) @ values
+    expected = [wanted, *torch.autograd.grad(wanted.sum(), leaves)]
+    for found, value in zip(fd.simulate(inputs, check_replicas=True), expected, strict=True):
+        torch.testing.assert_close(found, value.detach(), rtol=1e-10, atol=1e-10)
+
+
 def test_where_all_is_seen_the_order_of_rows_changes_nothing() -> None:
     assert_right(defined(PLACES["ring of 4"], "zig-zag, all seen", lse=True), "zig-zag, all seen", 1e-10)
 

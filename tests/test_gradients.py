@@ -31,9 +31,11 @@ WITHOUT_DERIVATIVE = {
     "nextafter": "a step in the last place",
     "scaled_mm": "quantised operands",
     "attention_merge": "stands in rounds only",
+    "scatter_prod": "of several factors that are 0 it has no closed form in other ops",
     **dict.fromkeys(references.NVIDIA_ONLY, "quantised operands"),
     **dict.fromkeys(
-        (name for name in OPS if name.startswith(("block_", "sdpfa_bwd_"))), "stands in distributed forms only"
+        (name for name in OPS if name.startswith(("block_", "sdpfa_bwd_")) and OPS[name].vjp is None),
+        "stands in distributed forms only",
     ),
 }
 
@@ -62,7 +64,7 @@ def _has_gradient(name: str, place: int) -> bool:
 # Samples with tests of their own: rows whose norm is limited, and attention with dropout.
 APART = [("embedding_fwd", 1), ("sdpfa_fwd", 4)]
 # Their derivatives are the second ones of attention (test_second_gradients.py): their samples' outputs are made up.
-BACKWARD = ("sdpfa_bwd", "ring_attention_bwd")
+BACKWARD = ("sdpfa_bwd", "sdpfa_bwd_added", "ring_attention_bwd")
 DIFFERENTIABLE = [
     pair
     for pair in sample_ids()

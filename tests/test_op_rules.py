@@ -42,17 +42,21 @@ def _sampled(name: str, place: int) -> tuple[Call, list[torch.Tensor]]:
 def _save_forward(call: Call, operands: list[torch.Tensor]) -> None:
     """The output and log-sum-exp that the backward pass is given are those of its own forward pass."""
     inputs = [t.double() for t in operands[1:4]]
-    mask, causal, scale, kept = _options(call, operands)
-    out, lse = attention([*inputs, None, mask], causal, scale, kept)
+    added, causal, scale, kept = _options(call, operands)
+    out, lse = attention([*inputs, *added], causal, scale, kept)
     operands[4], operands[5] = out.float(), lse.float()
 
 
 def _options(call: Call, operands: list[torch.Tensor]) -> tuple[Any, Any, Any, Any]:
-    """Mask, causal, scale and dropout's factors of an op that gives gradients of attention."""
+    """(bias, mask), causal, scale and dropout's factors of an op that gives gradients of attention."""
+    bias, mask = (None if call[name] is None else operands[call[name].id] for name in ("bias", "mask"))
+    if mask is not None and mask.dtype != torch.bool:
+        bias, mask = mask.double() if bias is None else bias + mask, None
+    bias = bias if bias is None else bias.double()
     if "ring" not in call.op.places:
-        return None, call["is_causal"], call["scale"], _kept(call, operands, operands[2])
-    mask = seen_in_ring(operands[1].shape[-2], call["ring"], call["is_causal"], call["zigzag"])
-    return mask, False, call["scale"], None
+        return (bias, mask), call["is_causal"], call["scale"], _kept(call, operands, operands[2])
+    seen = seen_in_ring(operands[1].shape[-2], call["ring"], call["is_causal"], call["zigzag"], mask)
+    return (bias, seen), False, call["scale"], None
 
 
 def _kept(call: Call, operands: list[torch.Tensor], key: torch.Tensor) -> torch.Tensor | None:
@@ -76,7 +80,7 @@ def _reference(call: Call, operands: list[torch.Tensor]) -> list[torch.Tensor]:
     wide = [_wide(t) for t in operands]
     if call.op.name in GRADIENTS:
         more = "grad_logsumexp" in call.op.places and call["grad_logsumexp"] is not None
-        grad_lse = wide[-1] if more else None
+        grad_lse = wide[call["grad_logsumexp"].id] if more else None
         gradients = attention_bwd(wide[:4], *_options(call, operands), grad_lse)
         return list(gradients[GRADIENTS[call.op.name]])
     args = [argument(arg, wide) for arg in call.args]

@@ -20,7 +20,7 @@ from ..placement.growth import EPSILON
 from ..propagation import SMALL, ShardedDefinition, propagate, total_seconds
 from ..sharding.layout import Layout, axes, extent
 from ..sharding.value import Sharding
-from .graph_writer import GraphWriter
+from .graph_writer import GraphWriter, without_unread
 
 
 class Blocked(NamedTuple):
@@ -53,7 +53,7 @@ class Distributed:
 
     def __call__(self, graph: Graph) -> Graph:
         forms = dict(self.forms)
-        return _FormWriter(graph, forms).run(forms).with_rewrite(self)
+        return without_unread(_FormWriter(graph, forms).run(forms)).with_rewrite(self)
 
 
 def apply_distributed_forms(graph: Graph, default_mesh: DeviceMesh) -> ShardedDefinition:
