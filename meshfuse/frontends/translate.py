@@ -1,0 +1,146 @@
+"""A captured graph in ops of a definition, node by node."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..definition.tensor_view import TensorView
+from ..dtypes import from_torch
+from ..errors import MeshfuseError, user_error
+from ..ops.registry import find
+from .aten import RULES, Translation
+from .lines import line_of
+from .sizes import Sizes
+from .traced import TracedDefinition
+
+# Ops that check or hint, and make nothing.
+_NOTHING = (
+    "_assert_scalar",
+    "_assert_async",
+    "_assert_tensor_metadata",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+)
+
+
+@dataclass(slots=True)
+class Translator:
+    """Writes nodes of a graph into a definition.
+
+    values: what each node has become: a TensorView, a tuple of them, or a number.
+    sizes: the numbers of the graph's symbolic sizes.
+    constants: by name the tensors that the graph holds, which become inputs of the definition.
+    """
+
+    fd: TracedDefinition
+    sizes: Sizes
+    values: dict[torch.fx.Node, Any] = field(default_factory=dict)
+
+    def input(self, node: torch.fx.Node, name: str, dtype: Any = None) -> TensorView:
+        """Make a node an input of the definition, as it is (or of another type)."""
+        value = node.meta["val"]
+        line = replace(line_of(node), name=name)
+        shape = self.sizes.shape(value)
+        made = self.fd.new_input(shape, from_torch(dtype or value.dtype), line)
+        self.values[node] = made
+        return made
+
+    def write(self, nodes: Iterable[torch.fx.Node]) -> None:
+        """Write nodes in their order; those that they read must have values."""
+        for node in nodes:
+            self.values[node] = self._written(node)
+
+    def _written(self, node: torch.fx.Node) -> Any:
+        if "val" in node.meta and not isinstance(node.meta["val"], (torch.Tensor, tuple, list)):
+            return self.sizes.number(node.meta["val"])
+        args, kwargs = self._argument(node.args), self._argument(node.kwargs)
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        self.fd.at = line_of(node)
+        try:
+            return self._fitted(node, self._rule(node)(self._translation(node), *args, **kwargs))
+        except MeshfuseError as error:
+            error.where = error.where or self.fd.at
+            raise
+
+    def _rule(self, node: torch.fx.Node) -> Any:
+        found = RULES.get(node.target) or _by_name(node.target)
+        if found is None:
+            raise no_rule(node)
+        return found
+
+    def _translation(self, node: torch.fx.Node) -> Translation:
+        return Translation(self.fd, node.meta.get("val"), self.sizes)
+
+    def _argument(self, value: Any) -> Any:
+        """An argument of a node with the values of the nodes in it."""
+        if isinstance(value, torch.fx.Node):
+            return self.values[value]
+        if isinstance(value, (tuple, list)):
+            return (
+                type(value)(map(self._argument, value))
+                if type(value) in (tuple, list)
+                else [*map(self._argument, value)]
+            )
+        if isinstance(value, Mapping):
+            return {key: self._argument(entry) for key, entry in value.items()}
+        return self.sizes.number(value) if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
+
+    def _fitted(self, node: torch.fx.Node, made: Any) -> Any:
+        """Results in the types and shapes that the graph says."""
+        told = node.meta.get("val")
+        if isinstance(made, (tuple, list)):
+            return tuple(self._one(node, x, value) for x, value in zip(made, told, strict=True))
+        return self._one(node, made, told)
+
+    def _one(self, node: torch.fx.Node, made: Any, told: Any) -> Any:
+        if not isinstance(made, TensorView) or not isinstance(told, torch.Tensor):
+            return made
+        wanted, shape = from_torch(told.dtype), self.sizes.shape(told)
+        made = made if made.dtype is wanted else self.fd.ops.cast(made, wanted)
+        assert list(made.type.shape) == shape, f"{node.target}: {made.type} in the place of {shape}"
+        return made
+
+
+def _by_name(target: Any) -> Any:
+    """A rule for an op of ours with the name and the parameters of torch's; None where there is none.
+
+    What an op of the table says under torch's own name and signature needs no rule.
+    """
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    name = target._schema.name.partition("::")[2]
+    if name in _NOTHING:
+        return lambda t, *args, **kwargs: None
+    found, names = find(name), [argument.name for argument in target._schema.arguments]
+    if found is None or not {param.name for param in found.params} <= set(names):
+        return None
+    kept = [param.name for param in found.params]
+
+    def write(t: Translation, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        return t.fd.call(name, [], {key: value for key, value in given.items() if key in kept})
+
+    return write
+
+
+def no_rule(node: torch.fx.Node) -> MeshfuseError:
+    """The error of an op that has no counterpart."""
+    line = line_of(node)
+    return user_error(
+        f"{line.name}: no op of meshfuse stands for {node.target}", f"{_types(node)}",
+        "an op that frontends/aten has a rule for",
+        'Write the line in other functions, register an op of that name (mf.register_op), or pass fallback="replicate" '
+        "to have it computed whole on every rank.", replace(line, name=""),
+    )  # fmt: skip
+
+
+def _types(node: torch.fx.Node) -> str:
+    """The operands' types, as text."""
+    values = [arg.meta.get("val") for arg in node.all_input_nodes]
+    return ", ".join(f"{v.dtype}{list(v.shape)}".removeprefix("torch.") for v in values if isinstance(v, torch.Tensor))
