@@ -40,6 +40,8 @@ _HOME = {
     "CheckpointError": "errors",
     "KernelError": "errors",
     "OutOfMemoryError": "executor.kernel_errors",
+    "parallelize": "frontends.parallel_module",
+    "Precision": "frontends.precision",
     "save": "checkpoint",
     "load": "checkpoint",
 }
@@ -61,6 +63,7 @@ __all__ = [
     "ParallelType",
     "Partial",
     "PlanWarning",
+    "Precision",
     "RankError",
     "RankTimeout",
     "Sample",
@@ -71,6 +74,7 @@ __all__ = [
     "Val",
     "World",
     "load",
+    "parallelize",
     "register_op",
     "save",
     "shard_tensor",
@@ -97,6 +101,8 @@ if TYPE_CHECKING:
     )
     from .executor.kernel_errors import OutOfMemoryError
     from .executor.shards import shard_tensor
+    from .frontends.parallel_module import parallelize
+    from .frontends.precision import Precision
     from .fusion_definition import FusionDefinition
     from .mesh import DeviceMesh, ParallelType
     from .ops.opdef import OpDef, Partial, Sample

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,22 +37,27 @@ Tree = Any
 class Source:
     """What an input of the graph is, or what an output is of.
 
-    kind: "parameter", "buffer", "argument" or "tangent" of an input; "result", "mutation" or "gradient" of an output.
-    name: of a parameter or buffer its full name; else "".
+    kind: "parameter", "buffer", "constant", "argument" or "tangent" of an input; "result", "mutation" or "gradient" of an output.
+    name: of a parameter or buffer its full name, of a constant its attribute of the graph's module; else "".
     place: of an argument its place among all leaves of (args, kwargs); of a result or its tangent that among results.
+    of: of a mutation or gradient, the kind of its input.
     """
 
     kind: str
     name: str = ""
     place: int = -1
+    of: str = ""
+
+    def of_input(self) -> Source:
+        """The input that a mutation or a gradient belongs to."""
+        return Source(self.of, self.name, self.place)
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
     """A joint graph. `inputs` are its placeholders, `outputs` the nodes that it returns, each with its source.
 
-    results: the tree of the forward's results; `leaves` has for each leaf its place in the graph's results, or a
-        constant.
+    results: the tree of the forward's results.
     """
 
     module: torch.fx.GraphModule
@@ -100,6 +106,7 @@ def _traced(
     joint = aot_export_joint_with_descriptors(stack, made, tuple(args), dict(kwargs), decompositions=table)
     graph = joint.graph_module.graph
     inputs = [(node, _source_of_input(node.meta["desc"])) for node in graph.find_nodes(op="placeholder")]
+    inputs += [(node, _constant(joint.graph_module, node)) for node in graph.find_nodes(op="get_attr")]
     (end,) = graph.find_nodes(op="output")
     returned = pytree.tree_leaves(end.args[0], is_leaf=lambda leaf: leaf is None)
     outputs = [
@@ -108,6 +115,12 @@ def _traced(
         if desc is not None
     ]
     return Captured(joint.graph_module, tuple(inputs), tuple(outputs), joint.out_spec)
+
+
+def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Source:
+    """A tensor that the graph holds, as an input."""
+    node.meta.setdefault("val", getattr(module, str(node.target)))
+    return Source("constant", str(node.target))
 
 
 def _source_of_input(desc: Any) -> Source:
@@ -133,7 +146,7 @@ def _source_of_output(desc: Any) -> Source:
 
 
 def _renamed(kind: str, source: Source) -> Source:
-    return Source(kind, source.name, source.place)
+    return Source(kind, source.name, source.place, source.kind)
 
 
 def _detach_others(made: torch.fx.GraphModule) -> None:
@@ -186,7 +199,9 @@ def _quiet() -> Iterator[None]:
     found = {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
     config.ignore_logging_functions |= found  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "While compiling, we found certain side effects", UserWarning)
+            yield
     finally:
         config.ignore_logging_functions = before  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -29,7 +30,16 @@ def line_of(node: torch.fx.Node) -> SourceLine:
 def module_path(node: torch.fx.Node) -> str:
     """The full name of the innermost module that made the node; "" where none is known."""
     stack: Any = node.meta.get("nn_module_stack") or {}
-    if not stack:
-        return ""
-    path = list(stack.values())[-1][0]
+    return _readable(list(stack.values())[-1][0]) if stack else ""
+
+
+def module_paths(node: torch.fx.Node) -> set[str]:
+    """The full names of all modules whose forward the node is part of."""
+    stack: Any = node.meta.get("nn_module_stack") or {}
+    return {_readable(path) for path, _ in stack.values()}
+
+
+@functools.cache
+def _readable(path: str) -> str:
+    """A path of dynamo's as a full name."""
     return _CHILD.sub(lambda m: "." + next(g for g in m.groups() if g is not None), _ROOT.sub("", path))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,23 +13,23 @@ from ..errors import SourceLine
 from ..fusion_definition import FusionDefinition
 from ..ops.opdef import OpDef
 
-# Gives (seed, offset) of a program's random numbers at a step, on a device.
-Draws = Callable[[torch.device, int], "tuple[int, int]"]
-
-
 class TracedDefinition(FusionDefinition):
     """A definition whose ops are not written by a script.
 
     at: the line that ops get from now on.
-    draws: where its random numbers come from; None for a seed of its own.
     """
 
     at: SourceLine
-    draws: Draws | None
+    _seed: int
 
-    def __init__(self, draws: Draws | None = None, *, max_memory: float | None = None) -> None:
-        self.at, self.draws = SourceLine("", 0), draws
-        super().__init__(max_memory=max_memory)
+    def __init__(self, *, max_memory: float | None = None) -> None:
+        self.at, self._seed = SourceLine("", 0), 0
+        super().__init__(0, max_memory=max_memory)
+
+    def seed_with(self, seed: int) -> None:
+        """Draw the next run's random numbers by this seed alone."""
+        self._seed = self._execution.seed.given = seed
+        self._execution.steps["simulated"] = 0
 
     def new_input(self, shape: Sequence[int], dtype: Any, line: SourceLine) -> TensorView:
         """A new input tensor of this line, which may have a name."""
@@ -40,4 +40,4 @@ class TracedDefinition(FusionDefinition):
         return applying.apply(self, op, args, kwargs, self.at)
 
     def _random_state(self, device: torch.device, step: int) -> tuple[int, int]:
-        return super()._random_state(device, step) if self.draws is None else self.draws(device, step)
+        return self._seed, 0

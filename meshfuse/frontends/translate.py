@@ -34,12 +34,13 @@ class Translator:
 
     values: what each node has become: a TensorView, a tuple of them, or a number.
     sizes: the numbers of the graph's symbolic sizes.
-    constants: by name the tensors that the graph holds, which become inputs of the definition.
+    replaced: by node other arguments than it has.
     """
 
     fd: TracedDefinition
     sizes: Sizes
     values: dict[torch.fx.Node, Any] = field(default_factory=dict)
+    replaced: Mapping[torch.fx.Node, tuple[Any, ...]] = field(default_factory=dict)
 
     def input(self, node: torch.fx.Node, name: str, dtype: Any = None) -> TensorView:
         """Make a node an input of the definition, as it is (or of another type)."""
@@ -58,7 +59,7 @@ class Translator:
     def _written(self, node: torch.fx.Node) -> Any:
         if "val" in node.meta and not isinstance(node.meta["val"], (torch.Tensor, tuple, list)):
             return self.sizes.number(node.meta["val"])
-        args, kwargs = self._argument(node.args), self._argument(node.kwargs)
+        args, kwargs = self._argument(self.replaced.get(node, node.args)), self._argument(node.kwargs)
         if node.target is operator.getitem:
             return args[0][args[1]]
         self.fd.at = line_of(node)
