@@ -32,6 +32,7 @@ from .traced import TracedDefinition
 from .translate import Translator
 
 Node = torch.fx.Node
+_HALVES = "fast"  # How the halves are planned: what matters of them the joint plan has decided.
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ class _Planner:
     # halves
 
     def _forward(self, shardings: Mapping[Node, Sharding]) -> Half:
-        made = self._writer()
+        made = self._writer(_HALVES)
         ends = [node for node, _ in (*self._results(), *self._mutations())]
         used = {x for node in self.cut.forward for x in self._read(node)} | set(ends)
         taken = [node for node, _ in self.graph.inputs if node in used and _is_tensor(node)]
@@ -180,7 +181,7 @@ class _Planner:
                 annotating.shard(made.fd.recording, view.id, sharding, None, self.setting.line)
 
     def _backward(self, shardings: Sequence[Sharding]) -> Half:
-        made = self._writer()
+        made = self._writer(_HALVES)
         taken: list[Source] = []
         for place, (node, sharding) in enumerate(zip(self.cut.saved, shardings, strict=True)):
             view = made.input(node, f"saved.{node.name}")
@@ -195,8 +196,8 @@ class _Planner:
 
     # parts of definitions
 
-    def _writer(self) -> Translator:
-        fd = TracedDefinition(max_memory=self.setting.max_memory)
+    def _writer(self, search: str | None = None) -> Translator:
+        fd = TracedDefinition(max_memory=self.setting.max_memory, search=search)
         made = Translator(fd, self.sizes, replaced=self.masks)
         for node, _ in self.graph.inputs:
             if not _is_tensor(node):

@@ -29,13 +29,13 @@ def line_of(node: torch.fx.Node) -> SourceLine:
 
 def module_path(node: torch.fx.Node) -> str:
     """The full name of the innermost module that made the node; "" where none is known."""
-    stack: Any = node.meta.get("nn_module_stack") or {}
+    stack: Any = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return _readable(list(stack.values())[-1][0]) if stack else ""
 
 
 def module_paths(node: torch.fx.Node) -> set[str]:
     """The full names of all modules whose forward the node is part of."""
-    stack: Any = node.meta.get("nn_module_stack") or {}
+    stack: Any = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return {_readable(path) for path, _ in stack.values()}
 
 

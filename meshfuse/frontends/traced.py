@@ -22,9 +22,9 @@ class TracedDefinition(FusionDefinition):
     at: SourceLine
     _seed: int
 
-    def __init__(self, *, max_memory: float | None = None) -> None:
+    def __init__(self, *, max_memory: float | None = None, search: str | None = None) -> None:
         self.at, self._seed = SourceLine("", 0), 0
-        super().__init__(0, max_memory=max_memory)
+        super().__init__(0, max_memory=max_memory, search=search)
 
     def seed_with(self, seed: int) -> None:
         """Draw the next run's random numbers by this seed alone."""
