@@ -199,7 +199,9 @@ def _quiet() -> Iterator[None]:
     found = {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
     config.ignore_logging_functions |= found  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        with warnings.catch_warnings():
+        # Sizes are numbers, but for those that are marked.
+        static = config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True)
+        with warnings.catch_warnings(), static:
             warnings.filterwarnings("ignore", "While compiling, we found certain side effects", UserWarning)
             yield
     finally:

@@ -45,6 +45,7 @@ class Setting:
     reduce: the type in which gradients are summed over ranks; None for that of the graph.
     batch: (size, axes) of the first dim of arguments, by which the first dim of results is cut; None for not cut.
     free: whether results lie as the plan leaves them, rather than whole but for the batch.
+    replicate: whether ops without a rule are computed whole on every rank.
     line: the user's, of annotations.
     """
 
@@ -56,6 +57,7 @@ class Setting:
     reduce: torch.dtype | None = None
     batch: tuple[int, Any] | None = None
     free: bool = False
+    replicate: bool = False
     max_memory: float | None = None
 
     @property
@@ -198,7 +200,7 @@ class _Planner:
 
     def _writer(self, search: str | None = None) -> Translator:
         fd = TracedDefinition(max_memory=self.setting.max_memory, search=search)
-        made = Translator(fd, self.sizes, replaced=self.masks)
+        made = Translator(fd, self.sizes, replaced=self.masks, replicate=self.setting.replicate)
         for node, _ in self.graph.inputs:
             if not _is_tensor(node):
                 made.values[node] = self.sizes.number(node.meta.get("val"))

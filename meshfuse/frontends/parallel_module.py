@@ -218,7 +218,7 @@ def _made(module: Any, state: State, call: Call, line: SourceLine, all_results: 
             graph = captured(module, *example, places.device, line)
     setting = Setting(
         state.plan, arguments.shapes, arguments.specs, state.line, {}, None, arguments.batch(), numbers_only,
-        options.max_memory,
+        options.replicate, options.max_memory,
     )  # fmt: skip
 
     def full() -> Runner:

@@ -13,8 +13,9 @@ from ..definition.tensor_view import TensorView
 from ..dtypes import from_torch
 from ..errors import MeshfuseError, user_error
 from ..ops.registry import find
-from .aten import RULES, Translation
+from .aten import NAMED, RULES, Translation
 from .lines import line_of
+from .replicated import replicated
 from .sizes import Sizes
 from .traced import TracedDefinition
 
@@ -35,12 +36,14 @@ class Translator:
     values: what each node has become: a TensorView, a tuple of them, or a number.
     sizes: the numbers of the graph's symbolic sizes.
     replaced: by node other arguments than it has.
+    replicate: whether ops without a rule are computed whole on every rank.
     """
 
     fd: TracedDefinition
     sizes: Sizes
     values: dict[torch.fx.Node, Any] = field(default_factory=dict)
     replaced: Mapping[torch.fx.Node, tuple[Any, ...]] = field(default_factory=dict)
+    replicate: bool = False
 
     def input(self, node: torch.fx.Node, name: str, dtype: Any = None) -> TensorView:
         """Make a node an input of the definition, as it is (or of another type)."""
@@ -71,6 +74,8 @@ class Translator:
 
     def _rule(self, node: torch.fx.Node) -> Any:
         found = RULES.get(node.target) or _by_name(node.target)
+        if found is None and self.replicate:
+            return replicated(node)
         if found is None:
             raise no_rule(node)
         return found
@@ -115,6 +120,8 @@ def _by_name(target: Any) -> Any:
     """
     if not isinstance(target, torch._ops.OpOverload):
         return None
+    if target._schema.name in NAMED:
+        return NAMED[target._schema.name]
     name = target._schema.name.partition("::")[2]
     if name in _NOTHING:
         return lambda t, *args, **kwargs: None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import attention, factories, indexing, pointwise, products, reductions, shapes
-from .table import RULES, Translation
+from .table import NAMED, RULES, Translation
 
 FAMILIES = (pointwise, shapes, reductions, products, indexing, factories, attention)
-__all__ = ["FAMILIES", "RULES", "Translation"]
+__all__ = ["FAMILIES", "NAMED", "RULES", "Translation"]

@@ -195,3 +195,8 @@ def _copy(t: Translation, x: TensorView, source: TensorView, non_blocking: bool 
 @rule(aten.complex.default)
 def _complex(t: Translation, a: TensorView, b: TensorView) -> TensorView:
     return t.ops.complex(a, b)
+
+
+@rule(aten.gelu.default)
+def _gelu(t: Translation, x: TensorView, *, approximate: str = "none") -> TensorView:
+    return t.ops.gelu(x, approximate)

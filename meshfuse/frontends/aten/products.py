@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...definition.tensor_view import TensorView
-from .table import Translation, aten, rule
+from .table import Translation, aten, named_rule, rule
 
 
 @rule(aten.mm.default, aten.bmm.default, aten.matmul.default, aten.mv.default, aten.dot.default)
@@ -29,3 +29,17 @@ def _grouped(
     """A product per group of rows; `offs` says where groups end."""
     product = t.ops.grouped_mm(a, b, offs)
     return product if bias is None else t.ops.add(product, bias)
+
+
+@named_rule("transformers::grouped_mm_fallback")
+def _grouped_fallback(t: Translation, a: TensorView, b: TensorView, offs: TensorView) -> TensorView:
+    """What transformers has in the place of _grouped_mm where torch has no kernel."""
+    return t.ops.grouped_mm(a, b, offs)
+
+
+@named_rule("transformers::grouped_mm_fallback_backward")
+def _grouped_fallback_backward(
+    t: Translation, a: TensorView, b: TensorView, offs: TensorView, grad: TensorView
+) -> tuple[TensorView, ...]:
+    by_a = t.ops.grouped_mm(grad, t.ops.permute(b, [0, 2, 1]), offs)
+    return by_a, t.ops.grouped_mm(t.ops.permute(a, [1, 0]), grad, offs)

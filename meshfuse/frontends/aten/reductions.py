@@ -7,6 +7,7 @@ from typing import Any
 
 from ...definition.tensor_view import TensorView
 from ...dtypes import Category, DataType, from_torch
+from ...errors import user_error
 from .table import Translation, aten, dims_of, rule
 
 
@@ -155,3 +156,17 @@ def _sort(t: Translation, x: TensorView, *args: Any, dim: int = -1, descending: 
 @rule(aten.argsort.default)
 def _argsort(t: Translation, x: TensorView, dim: int = -1, descending: bool = False) -> TensorView:
     return t.ops.argsort(x, dim % x.ndim, descending, True)
+
+
+@rule(aten.histc.default)
+def _histc(t: Translation, x: TensorView, bins: int = 100, low: Any = 0, high: Any = 0) -> TensorView:
+    """How many elements fall in each of equal bins, of which the last one has its upper end; others do not count."""
+    if low == high:
+        raise user_error("histc: the range", f"{low} to {high}", "ends that differ", "Pass min and max.")
+    flat = t.cast(t.reshape(x, [x.type.numel]), DataType.Float)
+    place = t.ops.floor(t.ops.mul(t.ops.sub(flat, float(low)), bins / (high - low)))
+    inside = t.ops.logical_and(t.ops.ge(flat, float(low)), t.ops.le(flat, float(high)))
+    place = t.ops.where(inside, t.ops.minimum(place, float(bins - 1)), -1.0)
+    bin_of = t.ops.iota(bins, 0.0, 1.0, DataType.Float)
+    hits = t.ops.eq(t.along(place, 0, 2), t.along(bin_of, 1, 2))
+    return t.ops.sum(t.cast(hits, DataType.Float), [0])

@@ -19,6 +19,8 @@ from ..sizes import Sizes
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
+# Rules of ops that other packages register, by qualified name: these need not be imported.
+NAMED: dict[str, Rule] = {}
 aten = torch.ops.aten
 
 
@@ -29,6 +31,16 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
         for target in targets:
             assert target not in RULES, target
             RULES[target] = function
+        return function
+
+    return enter
+
+
+def named_rule(*names: str) -> Callable[[Rule], Rule]:
+    """Enter a function for ops of other packages, by qualified name: "transformers::grouped_mm_fallback"."""
+
+    def enter(function: Rule) -> Rule:
+        NAMED.update(dict.fromkeys(names, function))
         return function
 
     return enter
