@@ -113,16 +113,29 @@ class Arguments:
         self.shapes[place] = shape
         self.specs[place] = tuple([list(factors_of(layout) or layout) or None for layout in sharding.dims])
 
-    def whole(self, dynamic: Mapping[str, Sequence[int]], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) with whole tensors without numbers in the place of shards."""
+    def whole(
+        self, dynamic: Mapping[str, Sequence[int]], device: torch.device, dtype: torch.dtype | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) with whole tensors without numbers in the place of shards; those of floats in another type."""
         leaves = list(self.call.leaves)
         for place in self.call.places:
             leaf = leaves[place]
-            made = torch.empty(self.shapes[place], dtype=leaf.dtype, device=device)
+            found = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
+            made = torch.empty(self.shapes[place], dtype=found, device=device)
             for dim in dynamic.get(self.names[place], ()):
                 torch._dynamo.mark_dynamic(made, dim % made.ndim)
             leaves[place] = made.requires_grad_(leaf.requires_grad)
         return pytree.tree_unflatten(leaves, self.call.tree)
+
+    def key(self, dynamic: Mapping[str, Sequence[int]]) -> Any:
+        """What the captured graph depends on: the call's key without the sizes of dynamic dims."""
+        head, leaves, *rest = self.call.key
+        listed = list(leaves)
+        for place in self.call.places:
+            dims = {dim % len(self.shapes[place]) for dim in dynamic.get(self.names[place], ())}
+            shape = tuple([None if d in dims else n for d, n in enumerate(self.shapes[place])])
+            listed[place] = (shape, *leaves[place][1:])
+        return head, tuple(listed), *rest
 
     def batch(self) -> tuple[int, Any] | None:
         """(size, axes) of the first dim of the first argument that is cut along it; None where none is."""

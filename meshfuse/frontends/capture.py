@@ -58,12 +58,14 @@ class Captured:
     """A joint graph. `inputs` are its placeholders, `outputs` the nodes that it returns, each with its source.
 
     results: the tree of the forward's results.
+    numbers_only: whether only results without dims have a gradient.
     """
 
     module: torch.fx.GraphModule
     inputs: tuple[tuple[torch.fx.Node, Source], ...]
     outputs: tuple[tuple[Any, Source], ...]
     results: pytree.TreeSpec
+    numbers_only: bool
 
     def of_kind(self, kind: str) -> list[tuple[Any, Source]]:
         """The inputs or outputs of a kind."""
@@ -72,20 +74,21 @@ class Captured:
 
 def captured(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device, line: SourceLine,
-    *, scalars_only: bool = False,
+    *, scalars_only: bool = False, dtype: torch.dtype | None = None,
 ) -> Captured:  # fmt: skip
     """The joint graph of module(*args, **kwargs).
 
     Parameters and buffers are replaced by fake tensors on the device meanwhile: they may be DTensors or on meta, where
     torch would lose gradients without a word. Arguments must be whole tensors; their numbers are not read.
 
-    scalars_only: only results without dims have a gradient.
+    scalars_only: only results without dims have a gradient, if there are such.
+    dtype: the type of floating point parameters in the graph; None for their own.
 
     Raises DefinitionError where the forward is not one graph, with the user's line.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet())
-        stack.enter_context(faked(module, device))
+        stack.enter_context(faked(module, device, dtype))
         try:
             return _traced(stack, module, args, kwargs, scalars_only)
         except MeshfuseError:
@@ -99,8 +102,7 @@ def _traced(
 ) -> Captured:
     made = dynamo_graph_capture_for_export(module)(*args, **kwargs)
     as_one_op(made)
-    if scalars_only:
-        _detach_others(made)
+    scalars_only = scalars_only and _detach_others(made)
     stack.enter_context(tracing(TracingContext(made.meta["fake_mode"])))
     table = decompositions(RULES)
     joint = aot_export_joint_with_descriptors(stack, made, tuple(args), dict(kwargs), decompositions=table)
@@ -114,7 +116,7 @@ def _traced(
         for node, desc in zip(returned, end.meta["desc"], strict=True)
         if desc is not None
     ]
-    return Captured(joint.graph_module, tuple(inputs), tuple(outputs), joint.out_spec)
+    return Captured(joint.graph_module, tuple(inputs), tuple(outputs), joint.out_spec, scalars_only)
 
 
 def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Source:
@@ -149,25 +151,31 @@ def _renamed(kind: str, source: Source) -> Source:
     return Source(kind, source.name, source.place, source.kind)
 
 
-def _detach_others(made: torch.fx.GraphModule) -> None:
-    """Let no gradient come from results that have dims."""
+def _detach_others(made: torch.fx.GraphModule) -> bool:
+    """Let no gradient come from results that have dims, if there are others; whether there are."""
     (end,) = made.graph.find_nodes(op="output")
+    values = {node: node.meta.get("example_value", node.meta.get("val")) for node in end.all_input_nodes}
+    floats = {n: v for n, v in values.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    if not any(v.requires_grad for v in floats.values() if not v.ndim):
+        return False
     with made.graph.inserting_before(end):
-        for node in dict.fromkeys(end.all_input_nodes):
-            value = node.meta.get("example_value", node.meta.get("val"))
-            if isinstance(value, torch.Tensor) and value.ndim and value.is_floating_point():
-                free = made.graph.call_method("detach", (node,))
-                free.meta = dict(node.meta)
-                end.replace_input_with(node, free)
+        for node in (n for n, v in floats.items() if v.ndim):
+            free = made.graph.call_method("detach", (node,))
+            free.meta = dict(node.meta)
+            end.replace_input_with(node, free)
     made.recompile()
+    return True
 
 
 # what tracing needs
 
 
 @contextlib.contextmanager
-def faked(module: nn.Module, device: torch.device) -> Iterator[FakeTensorMode]:
-    """In this context all parameters and buffers of the module are fake tensors on a device."""
+def faked(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> Iterator[FakeTensorMode]:
+    """In this context all parameters and buffers of the module are fake tensors on a device.
+
+    dtype: that of floating point parameters; None for their own.
+    """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     tables = [table for part in module.modules() for table in (part._parameters, part._buffers)]
     saved = [(table, dict(table)) for table in tables]
@@ -176,18 +184,19 @@ def faked(module: nn.Module, device: torch.device) -> Iterator[FakeTensorMode]:
         for table, values in saved:
             for name, value in values.items():
                 if value is not None:
-                    key = id(value)
-                    stand_ins[key] = stand_ins.get(key) if key in stand_ins else _fake(value, mode, device)
-                    table[name] = stand_ins[key]
+                    if id(value) not in stand_ins:
+                        stand_ins[id(value)] = _fake(value, mode, device, dtype)
+                    table[name] = stand_ins[id(value)]
         yield mode
     finally:
         for table, values in saved:
             table.update(values)
 
 
-def _fake(value: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+def _fake(value: torch.Tensor, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
+    cast = dtype is not None and isinstance(value, nn.Parameter) and value.is_floating_point()
     with mode:
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        made = torch.empty_strided(value.shape, value.stride(), dtype=dtype if cast else value.dtype, device=device)
     return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
 
 

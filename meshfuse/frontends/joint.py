@@ -39,7 +39,7 @@ _HALVES = "fast"  # How the halves are planned: what matters of them the joint p
 class Setting:
     """What a captured graph is planned with.
 
-    shapes, specs: by place of an argument its global shape, and how it is cut if it is.
+    names, shapes, specs: by place of an argument what it is called, its global shape, and how it is cut if it is.
     dtypes: by name of a parameter, or place of an argument, the type in which it is kept, where the graph computes in
         another.
     reduce: the type in which gradients are summed over ranks; None for that of the graph.
@@ -50,6 +50,7 @@ class Setting:
     """
 
     plan: ModulePlan
+    names: Mapping[int, str]
     shapes: Mapping[int, tuple[int, ...]]
     specs: Mapping[int, Spec]
     line: SourceLine
@@ -186,7 +187,7 @@ class _Planner:
         made = self._writer(_HALVES)
         taken: list[Source] = []
         for place, (node, sharding) in enumerate(zip(self.cut.saved, shardings, strict=True)):
-            view = made.input(node, f"saved.{node.name}")
+            view = made.input(node, self._line(f"saved.{node.name}"))
             annotating.shard(made.fd.recording, view.id, sharding, None, self.setting.line)
             taken.append(Source("saved", place=place))
         reads = [node for node in self.cut.reads if _is_tensor(node)]
@@ -213,9 +214,9 @@ class _Planner:
         """Define inputs, annotated as the plan says."""
         for node in nodes:
             source = self.sources[node]
-            name = source.name or f"{source.kind} {source.place}"
+            name = self._name(source)
             kept = self.setting.dtypes.get(source.name or source.place) if source.kind != "tangent" else None
-            view = made.input(node, name, kept)
+            view = made.input(node, self._line(name), kept)
             spec = self._spec(source, view.ndim)
             self._annotate(made.fd, view, spec)
             if kept is not None and kept != node.meta["val"].dtype:
@@ -223,6 +224,15 @@ class _Planner:
                 cast = made.fd.ops.cast(view, from_torch(node.meta["val"].dtype))
                 self._annotate(made.fd, cast, spec)
                 made.values[node] = cast
+
+    def _name(self, source: Source) -> str:
+        """What bills call an input or output."""
+        found = source.name or self.setting.names.get(source.place, str(source.place))
+        kinds = {"tangent": f"result.{source.place}.grad", "result": f"result.{source.place}"}
+        return kinds.get(source.kind, f"{found}.grad" if source.kind == "gradient" else found)
+
+    def _line(self, name: str) -> SourceLine:
+        return replace(self.setting.line, name=name)
 
     def _spec(self, source: Source, ndim: int) -> Spec | None:
         if source.kind == "parameter" or (source.kind == "gradient" and source.name):
@@ -253,30 +263,38 @@ class _Planner:
         """Add the forward's outputs: results, what is written back, and with `kept` what is saved."""
         outputs: list[Source] = []
         for node, source in (*self._results(), *self._mutations()):
-            self._end(made, node, source, source.name or f"{source.kind} {source.place}")
+            self._end(made, node, source, self._name(source))
             outputs.append(source)
         for node in self.cut.saved if kept else ():
             made.fd.add_output(made.values[node])
         return outputs
 
     def _end(self, made: Translator, node: Node, source: Source, name: str) -> None:
-        """Add an output; an annotated one is a tensor of its own, as another may be annotated otherwise."""
+        """Add an output; an annotated one is a tensor of its own, as another may be annotated otherwise.
+
+        A gradient is reduced in the type for that, and returned in its parameter's.
+        """
         view = made.values[node]
-        spec = self._spec(replace(source, kind="argument") if source.kind == "mutation" else source, view.ndim)
-        if source.kind == "gradient" and self.setting.reduce is not None and view.dtype is not from_torch(self.setting.reduce):
-            made.fd.at = replace(made.fd.at, name=name)
-            view = made.fd.ops.cast(view, from_torch(self.setting.reduce))
+        spec = self._spec(replace(source, kind=source.of) if source.kind == "mutation" else source, view.ndim)
+        made.fd.at = replace(made.fd.at, name=name)
+        if source.kind == "gradient":
+            view = self._cast(made, view, self.setting.reduce)
         if spec is not None:
-            made.fd.at = replace(made.fd.at, name=name)
             view = made.fd.ops.set(view)
             self._annotate(made.fd, view, spec)
+        if source.kind == "gradient":
+            view = self._cast(made, view, self.setting.dtypes.get(source.name or source.place))
         made.fd.add_output(view)
+
+    def _cast(self, made: Translator, view: TensorView, dtype: torch.dtype | None) -> TensorView:
+        wanted = view.dtype if dtype is None else from_torch(dtype)
+        return view if view.dtype is wanted else made.fd.ops.cast(view, wanted)
 
     def _finish_backward(self, made: Translator) -> list[Source]:
         outputs: list[Source] = []
         for node, source in self.graph.of_kind("gradient"):
             if node is not None:
-                self._end(made, node, source, f"{source.name or f'argument {source.place}'}.grad")
+                self._end(made, node, source, self._name(source))
                 outputs.append(source)
         return outputs
 

@@ -19,9 +19,10 @@ from ..report.explain import explain_all, explain_tensor
 from ..runtime.world import World
 from .autograd import Runner
 from .calls import Arguments, Call, read_call
-from .capture import captured
+from .capture import Captured, captured
 from .draws import GeneratorDraws
 from .joint import Setting, planned
+from .loading import init_weights, load
 from .plans import ModulePlan, Spec, checked_specs, module_plan
 from .patterns import matches, nearest
 from .placing import Place, Places, check_world, place_parameters
@@ -117,6 +118,9 @@ class State:
     """What a parallel module knows: its plan, where its parameters lie, and the programs of its calls.
 
     runners: by what a program depends on.
+    graphs: what was captured, by what that depends on.
+    tables: the modules and the parameters, in order.
+    all_results: whether gradients came for other results than numbers.
     last: what ran last.
     """
 
@@ -127,6 +131,7 @@ class State:
     line: SourceLine
     runners: dict[Any, Runner] = field(default_factory=dict)
     last: Runner | None = None
+    graphs: dict[Any, Captured] = field(default_factory=dict)
     draws: GeneratorDraws = field(default_factory=GeneratorDraws)
     all_results: bool = False
     tables: tuple[Any, Any] = ((), ())
@@ -143,6 +148,36 @@ class ParallelModule(nn.Module):
         step = _ran(self).step
         halves = [step.forward, *([step.backward] if step.backward is not None else [])]
         return Bill(tuple(entry for half in halves for entry in bill_of(half.fd.latest()).entries))
+
+    def load(self, path: Any, *, strict: bool = True) -> None:
+        """Read weights from safetensors: a file, an index of several, or a folder. Each rank reads its slices only.
+
+        Buffers that no file has, such as those of rotary embeddings, are made as `init_weights` makes them if they are
+        on meta. With `strict` every name must be there. Raises CheckpointError for what is missing or of another shape.
+        """
+        state: State = getattr(self, _STATE)
+        if any(buffer.is_meta for buffer in self.buffers()):
+            self.init_weights(0)
+        load(self, state.parameters, path, strict, caller_line())
+
+    def init_weights(self, seed: int | None = None) -> None:
+        """Initialise parameters and buffers, with the same numbers on every mesh.
+
+        By the model's own `_init_weights(module)` if it has one, else by each module's `reset_parameters()`. seed: None
+        for the one of torch's generator. Raises DefinitionError for a module with parameters that has neither.
+        """
+        state: State = getattr(self, _STATE)
+        chosen = torch.initial_seed() if seed is None else seed
+        with as_plain(self):
+            init_weights(self, state.parameters, state.places.device, chosen, caller_line())
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For the micro-batches of a step but the last: gradients add up in `.grad`, as everywhere in torch.
+
+        Each micro-batch reduces its own: no bytes are saved (docs/limits.md).
+        """
+        yield
 
     def explain(self, name: str | None = None) -> str:
         """Why a parameter or an activation lies as it does, forward and backward; without a name a table of all.
@@ -208,16 +243,11 @@ def _made(module: Any, state: State, call: Call, line: SourceLine, all_results: 
         script has needed it.
     """
     options, places = state.options, state.places
-    arguments = Arguments(module._plain.forward, options.inputs, state.plan.mesh, places.is_simulated, call, line)
-    example = arguments.whole(options.dynamic, places.device)
-    numbers_only = call.has_gradient and not all_results
-    with as_plain(module), torch.set_grad_enabled(call.has_gradient):
-        graph = captured(module, *example, places.device, line, scalars_only=numbers_only)
-        if numbers_only and not graph.of_kind("tangent"):
-            numbers_only = False
-            graph = captured(module, *example, places.device, line)
+    arguments = Arguments(module._plain.forward.__get__(module), options.inputs, state.plan.mesh, places.is_simulated, call, line)
+    graph = _captured(module, state, arguments, line, all_results)
     setting = Setting(
-        state.plan, arguments.shapes, arguments.specs, state.line, {}, None, arguments.batch(), numbers_only,
+        state.plan, dict(enumerate(arguments.names)), arguments.shapes, arguments.specs, state.line, _kept_dtypes(module, state, call),
+        options.precision.reduce if options.precision is not None else None, arguments.batch(), graph.numbers_only,
         options.replicate, options.max_memory,
     )  # fmt: skip
 
@@ -229,8 +259,29 @@ def _made(module: Any, state: State, call: Call, line: SourceLine, all_results: 
 
     return Runner(
         module, graph, planned(graph, setting), places, state.parameters, state.draws, options.backend,
-        full if numbers_only else None,
+        full if graph.numbers_only else None,
     )  # fmt: skip
+
+
+def _captured(module: Any, state: State, arguments: Arguments, line: SourceLine, all_results: bool) -> Captured:
+    """The graph of a call; one graph for all sizes of dynamic dims."""
+    options, call, device = state.options, arguments.call, state.places.device
+    key = (arguments.key(options.dynamic), all_results)
+    if key not in state.graphs:
+        dtype = options.precision.param if options.precision is not None else None
+        example = arguments.whole(options.dynamic, device, dtype)
+        numbers_only = call.has_gradient and not all_results
+        with as_plain(module), torch.set_grad_enabled(call.has_gradient):
+            state.graphs[key] = captured(module, *example, device, line, scalars_only=numbers_only, dtype=dtype)
+    return state.graphs[key]
+
+
+def _kept_dtypes(module: nn.Module, state: State, call: Call) -> dict[Any, torch.dtype]:
+    """The types in which parameters, by name, and arguments, by place, are kept where the graph has another."""
+    if state.options.precision is None or state.options.precision.param is None:
+        return {}
+    kept: dict[Any, torch.dtype] = {n: p.dtype for n, p in module.named_parameters() if p.is_floating_point()}
+    return kept | {i: call.leaves[i].dtype for i in call.places if call.leaves[i].is_floating_point()}
 
 
 @contextmanager

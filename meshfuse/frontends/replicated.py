@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from typing import Any
 
 import torch
@@ -25,7 +26,11 @@ def replicated(node: torch.fx.Node) -> Any:
         form = _form((args, kwargs), tensors)
         told = t.results if isinstance(t.results, (tuple, list)) else (t.results,)
         types = tuple(TensorType(tuple(t.sizes.shape(x)), from_torch(x.dtype)) for x in told if x is not None)
-        return t.fd.call(_op(node.target, form, types, len(tensors)), tensors)
+        made = t.fd.call(_op(node.target, form, types, len(tensors)), tensors)
+        if not isinstance(t.results, (tuple, list)):
+            return made
+        found = iter(made if isinstance(made, tuple) else (made,))
+        return tuple(None if x is None else next(found) for x in told)  # results that nobody asked for
 
     return write
 
@@ -55,7 +60,8 @@ def _filled(form: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
 @functools.lru_cache(maxsize=1024)
 def _op(target: Any, form: Any, types: tuple[TensorType, ...], count: int) -> OpDef:
     """The op of one form of call: the tensors are its parameters, all else is fixed."""
-    name = _PREFIX + target._schema.name.partition("::")[2].strip("_")
+    digest = hashlib.blake2b(repr((str(target), form, types)).encode(), digest_size=4).hexdigest()
+    name = f"{_PREFIX}{target._schema.name.partition('::')[2].strip('_')}_{digest}"
     args, kwargs = form
 
     def compute(*tensors: torch.Tensor) -> Any:

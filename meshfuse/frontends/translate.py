@@ -11,7 +11,7 @@ import torch
 
 from ..definition.tensor_view import TensorView
 from ..dtypes import from_torch
-from ..errors import MeshfuseError, user_error
+from ..errors import MeshfuseError, SourceLine, user_error
 from ..ops.registry import find
 from .aten import NAMED, RULES, Translation
 from .lines import line_of
@@ -45,10 +45,9 @@ class Translator:
     replaced: Mapping[torch.fx.Node, tuple[Any, ...]] = field(default_factory=dict)
     replicate: bool = False
 
-    def input(self, node: torch.fx.Node, name: str, dtype: Any = None) -> TensorView:
-        """Make a node an input of the definition, as it is (or of another type)."""
+    def input(self, node: torch.fx.Node, line: SourceLine, dtype: Any = None) -> TensorView:
+        """Make a node an input of the definition, as it is (or of another type); the line has its name."""
         value = node.meta["val"]
-        line = replace(line_of(node), name=name)
         shape = self.sizes.shape(value)
         made = self.fd.new_input(shape, from_torch(dtype or value.dtype), line)
         self.values[node] = made
