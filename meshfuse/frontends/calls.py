@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,16 +13,16 @@ from ..definition.annotation import layouts_of_spec
 from ..definition.checks import mesh_of_torch
 from ..errors import ArgumentError, SourceLine, user_error
 from ..executor.dtensor import is_dtensor, sharding_of
-from ..mesh import DeviceMesh
 from ..sharding.strided import factors_of
-from .plans import Spec
+from .kv_caches import Cached, cache_key, is_cache, with_cache_tensors
+from .plans import ModulePlan, Spec
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """The arguments of a call.
 
-    leaves: all leaves of (args, kwargs); `places` are those of tensors.
+    leaves: all leaves of (args, kwargs), and behind them the tensors of `caches`; `places` are those of tensors.
     key: what its program depends on.
     has_gradient: whether a gradient may be asked for.
     """
@@ -33,11 +32,15 @@ class Call:
     places: tuple[int, ...]
     key: Any
     has_gradient: bool
+    caches: tuple[Cached, ...] = ()
 
 
-def read_call(tables: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+def read_call(module: Any, tables: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Read a call of a module. `tables` are its modules, of which training matters, and its parameters."""
     leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
+    caches: tuple[Cached, ...] = ()
+    if any([is_cache(leaf) for leaf in leaves]):
+        leaves, caches = with_cache_tensors(leaves, module)
     modules, parameters = tables
     places = tuple([i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)])
     records = torch.is_grad_enabled()
@@ -46,13 +49,13 @@ def read_call(tables: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, A
     key = (
         tree, tuple([_key(leaf, records) for leaf in leaves]), wanted, tuple([m.training for m in modules]), _autocast(),
     )  # fmt: skip
-    return Call(leaves, tree, places, key, records and (given or True in wanted))
+    return Call(leaves, tree, places, key, records and (given or True in wanted), caches)
 
 
 def _key(leaf: Any, records: bool) -> Any:
     """What a program depends on of an argument: of a tensor its type and shape, of anything else its value."""
     if not isinstance(leaf, torch.Tensor):
-        return leaf if leaf.__hash__ is not None else id(leaf)
+        return cache_key(leaf) if is_cache(leaf) else leaf if leaf.__hash__ is not None else id(leaf)
     placed = tuple(leaf.placements) if is_dtensor(leaf) else None
     return tuple(leaf.shape), leaf.dtype, placed, records and leaf.requires_grad
 
@@ -70,10 +73,11 @@ class Arguments:
     """
 
     def __init__(
-        self, forward: Any, inputs: Mapping[str, Spec], mesh: DeviceMesh, simulated: bool, call: Call, line: SourceLine
-    ) -> None:
-        self.call, self.mesh, self.line, self._simulated = call, mesh, line, simulated
-        self.names = _names(forward, call)
+        self, parameters: Sequence[str], inputs: Mapping[str, Spec], plan: ModulePlan, simulated: bool, call: Call,
+        line: SourceLine,
+    ) -> None:  # fmt: skip
+        self.call, self.mesh, self.line, self._simulated = call, plan.mesh, line, simulated
+        self.names = _names(parameters, call)
         self.specs: dict[int, Spec] = {}
         self.shapes: dict[int, tuple[int, ...]] = {}
         for place in call.places:
@@ -82,6 +86,22 @@ class Arguments:
                 self._read_dtensor(place, leaf)
             else:
                 self._read(place, leaf, inputs.get(self.names[place]))
+        for cached in call.caches:
+            self._read_cache(cached, inputs, plan)
+
+    def _read_cache(self, cached: Cached, inputs: Mapping[str, Spec], plan: ModulePlan) -> None:
+        """Keys and values are cut as `inputs` says of the cache; else by heads over the axis of tensor parallelism."""
+        spec = inputs.get(self.names[cached.place])
+        for place in range(cached.first, len(self.call.leaves)):
+            shape = tuple(self.call.leaves[place].shape)
+            if len(shape) < 2 or place >= cached.first + 3 * cached.layers:
+                continue
+            heads = plan.tensor_axis if plan.tensor_axis and self._cuts(shape[1], plan.tensor_axis) else None
+            self._read(place, self.call.leaves[place], spec or (None, heads, None, None))
+
+    def _cuts(self, n: int, axis: str) -> bool:
+        """Whether ranks of an axis can each have heads of their own: on real ranks a cache has a rank's heads."""
+        return self._simulated and n % self.mesh.axis_size(axis) == 0
 
     def _read(self, place: int, leaf: torch.Tensor, spec: Spec | None) -> None:
         shape = tuple(leaf.shape)
@@ -115,8 +135,8 @@ class Arguments:
 
     def whole(
         self, dynamic: Mapping[str, Sequence[int]], device: torch.device, dtype: torch.dtype | None = None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) with whole tensors without numbers in the place of shards; those of floats in another type."""
+    ) -> list[Any]:
+        """The leaves with whole tensors without numbers in the place of shards; those of floats in another type."""
         leaves = list(self.call.leaves)
         for place in self.call.places:
             leaf = leaves[place]
@@ -125,7 +145,7 @@ class Arguments:
             for dim in dynamic.get(self.names[place], ()):
                 torch._dynamo.mark_dynamic(made, dim % made.ndim)
             leaves[place] = made.requires_grad_(leaf.requires_grad)
-        return pytree.tree_unflatten(leaves, self.call.tree)
+        return leaves
 
     def key(self, dynamic: Mapping[str, Sequence[int]]) -> Any:
         """What the captured graph depends on: the call's key without the sizes of dynamic dims."""
@@ -159,11 +179,15 @@ def _ranks(layout: Any) -> int:
     return found
 
 
-def _names(forward: Any, call: Call) -> list[str]:
+def _names(parameters: Sequence[str], call: Call) -> list[str]:
     """What each leaf is called: the argument's name, and the path in it."""
-    parameters = list(inspect.signature(forward).parameters)
-    paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(call.leaves, call.tree))
-    return [_name(parameters, path) for path, _ in paths]
+    count = call.tree.num_leaves
+    paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(call.leaves[:count], call.tree))
+    names = [_name(parameters, path) for path, _ in paths]
+    for cached in call.caches:
+        parts = ("keys", "values", "length")
+        names += [f"{names[cached.place]}.{layer}.{part}" for layer in range(cached.layers) for part in parts]
+    return names
 
 
 def _name(parameters: Sequence[str], path: Sequence[Any]) -> str:

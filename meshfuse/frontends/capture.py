@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from ..errors import MeshfuseError, SourceLine, user_error
 from .aten import RULES
 from .decompositions import decompositions
+from .kv_caches import INNER
 from .sdpa import as_one_op
 
 Tree = Any
@@ -74,7 +75,7 @@ class Captured:
 
 def captured(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device, line: SourceLine,
-    *, scalars_only: bool = False, dtype: torch.dtype | None = None,
+    *, scalars_only: bool = False, dtype: torch.dtype | None = None, given: Callable[[], str] = str,
 ) -> Captured:  # fmt: skip
     """The joint graph of module(*args, **kwargs).
 
@@ -83,6 +84,7 @@ def captured(
 
     scalars_only: only results without dims have a gradient, if there are such.
     dtype: the type of floating point parameters in the graph; None for their own.
+    given: says in an error which arguments there were.
 
     Raises DefinitionError where the forward is not one graph, with the user's line.
     """
@@ -94,7 +96,7 @@ def captured(
         except MeshfuseError:
             raise
         except (TorchDynamoException, torch._dynamo.exc.UserError, RuntimeError, NotImplementedError) as error:
-            raise not_captured(module, error, line) from error
+            raise not_captured(module, error, line, given()) from error
 
 
 def _traced(
@@ -127,9 +129,9 @@ def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Source:
 
 def _source_of_input(desc: Any) -> Source:
     if isinstance(desc, descriptors.ParamAOTInput):
-        return Source("parameter", desc.target)
+        return Source("parameter", desc.target.removeprefix(f"{INNER}."))
     if isinstance(desc, descriptors.BufferAOTInput):
-        return Source("buffer", desc.target)
+        return Source("buffer", desc.target.removeprefix(f"{INNER}."))
     if isinstance(desc, descriptors.PlainAOTInput):
         return Source("argument", place=desc.idx)
     if isinstance(desc, descriptors.TangentAOTInput):
@@ -217,15 +219,15 @@ def _quiet() -> Iterator[None]:
         config.ignore_logging_functions = before  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def not_captured(module: nn.Module, error: Exception, line: SourceLine) -> MeshfuseError:
+def not_captured(module: nn.Module, error: Exception, line: SourceLine, given: str) -> MeshfuseError:
     """The error of a forward that torch cannot trace, at the user's line that stops it."""
     where = _users_line(error) or line
-    text = str(error).strip().partition("\n")[0]
+    text = " ".join(str(error).split())
+    what = f"the forward of {type(getattr(module, INNER, module)).__name__} is not one graph"
     return user_error(
-        f"the forward of {type(module).__name__} is not one graph", text,
-        "tensor code without data-dependent control flow, prints and calls into other libraries",
-        f"Change {where} ({where.text}): torch.where in the place of `if`, or compute it outside of the model."
-        if where.text else "Change it: torch.where in the place of `if`, or compute it outside of the model.", where,
+        f"{what}: {where.text}" if where.text else what, f"{text[:300]}, arguments {given}",
+        "tensor code without data-dependent control flow and calls into other libraries",
+        "Use torch.where in the place of `if`, take prints out, or compute it outside of the model.", where,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ..backends.assignment import requested
 from ..definition.checks import checked_mesh
@@ -21,6 +22,7 @@ from .autograd import Runner
 from .calls import Arguments, Call, read_call
 from .capture import Captured, captured
 from .draws import GeneratorDraws
+from .kv_caches import WithCaches
 from .joint import Setting, planned
 from .loading import init_weights, load
 from .plans import ModulePlan, Spec, checked_specs, module_plan
@@ -70,6 +72,7 @@ def parallelize(
         where = module_plan(module, found, plan, fsdp, specs, line)
         places = Places(where, _device(module, mesh), mesh if hasattr(mesh, "get_group") else None, line)
         state = State(where, options, places, place_parameters(module, places), line)
+        state.names = names
         state.tables = list(module.modules()), list(module.parameters())
     object.__setattr__(module, _STATE, state)
     module.__class__ = _parallel_class(type(module))
@@ -120,6 +123,7 @@ class State:
     runners: by what a program depends on.
     graphs: what was captured, by what that depends on.
     tables: the modules and the parameters, in order.
+    names: of the forward's arguments.
     all_results: whether gradients came for other results than numbers.
     last: what ran last.
     """
@@ -135,6 +139,7 @@ class State:
     draws: GeneratorDraws = field(default_factory=GeneratorDraws)
     all_results: bool = False
     tables: tuple[Any, Any] = ((), ())
+    names: list[str] = field(default_factory=list)
 
 
 class ParallelModule(nn.Module):
@@ -227,13 +232,17 @@ def _parallel_class(plain: type) -> type:
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the program for these arguments, which is made at the first call."""
     state: State = getattr(self, _STATE)
-    call = read_call(state.tables, args, kwargs)
+    call = read_call(self, state.tables, args, kwargs)
     runner = state.runners.get(call.key)
     if runner is None:
         with located(line := caller_line()):
             runner = state.runners[call.key] = _made(self, state, call, line, state.all_results)
     state.last = runner
-    return runner(call)
+    found = runner(call)
+    for cached in call.caches:  # the caller's own, which the program has written to
+        if hasattr(found, "keys") and not isinstance(found, torch.Tensor):
+            found["past_key_values"] = call.leaves[cached.place]
+    return found
 
 
 def _made(module: Any, state: State, call: Call, line: SourceLine, all_results: bool) -> Runner:
@@ -243,7 +252,7 @@ def _made(module: Any, state: State, call: Call, line: SourceLine, all_results: 
         script has needed it.
     """
     options, places = state.options, state.places
-    arguments = Arguments(module._plain.forward.__get__(module), options.inputs, state.plan.mesh, places.is_simulated, call, line)
+    arguments = Arguments(state.names, options.inputs, state.plan, places.is_simulated, call, line)
     graph = _captured(module, state, arguments, line, all_results)
     setting = Setting(
         state.plan, dict(enumerate(arguments.names)), arguments.shapes, arguments.specs, state.line, _kept_dtypes(module, state, call),
@@ -272,8 +281,22 @@ def _captured(module: Any, state: State, arguments: Arguments, line: SourceLine,
         example = arguments.whole(options.dynamic, device, dtype)
         numbers_only = call.has_gradient and not all_results
         with as_plain(module), torch.set_grad_enabled(call.has_gradient):
-            state.graphs[key] = captured(module, *example, device, line, scalars_only=numbers_only, dtype=dtype)
+            entry, args, kwargs = _entry(module, call, example)
+            state.graphs[key] = captured(
+                entry, args, kwargs, device, line, scalars_only=numbers_only, dtype=dtype, given=arguments.text
+            )
     return state.graphs[key]
+
+
+def _entry(module: nn.Module, call: Call, leaves: list[Any]) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """What is captured for a call, with its arguments: the module, or one that puts tensors into caches first."""
+    if not call.caches:
+        return module, *pytree.tree_unflatten(leaves, call.tree)
+    count = call.tree.num_leaves
+    plain = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    assert len(plain) == len(call.places)
+    given = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    return WithCaches(module, leaves[:count], call.tree, call.caches), tuple(given), {}
 
 
 def _kept_dtypes(module: nn.Module, state: State, call: Call) -> dict[Any, torch.dtype]:

@@ -51,12 +51,14 @@ class ModulePlan:
     them.
 
     fsdp: the axes over which parameters are also cut, and gathered for use.
+    tensor_axis: the axis of tensor parallelism; None where no style names one.
     """
 
     mesh: DeviceMesh
     parameters: Mapping[str, Spec]
     outputs: Mapping[str, Spec] = field(default_factory=dict)
     fsdp: tuple[str, ...] = ()
+    tensor_axis: str | None = None
 
     def spec(self, name: str, ndim: int) -> Spec:
         """The spec of a parameter; whole on every rank if the plan says nothing of it."""
@@ -80,7 +82,7 @@ def module_plan(
     found = {name: _with_fsdp(reader.specs.get(name), shape, mesh, cut_over) for name, shape in sizes.items()}
     for name, spec in found.items():
         layouts_of_spec(name, mesh, spec, len(sizes[name]), line)
-    return ModulePlan(mesh, found, reader.outputs, cut_over)
+    return ModulePlan(mesh, found, reader.outputs, cut_over, reader.tensor_axis)
 
 
 def _axes(mesh: DeviceMesh, fsdp: Any, line: SourceLine) -> tuple[str, ...]:
@@ -131,6 +133,7 @@ class _Reader:
         self._names = _names_of(module)
         self.specs: dict[str, Spec] = {}
         self.outputs: dict[str, Spec] = {}
+        self.tensor_axis: str | None = None
 
     def read(self, pattern: str, value: Any, strict: bool) -> None:
         """Read an entry. One of Hugging Face's plan may match nothing in this model (not `strict`)."""
@@ -239,10 +242,9 @@ class _Reader:
     def _tp(self, pattern: str) -> str:
         """The axis of tensor parallelism: "tp", or the only one that nothing else is cut over."""
         names = self.mesh.names
-        if "tp" in names:
-            return "tp"
-        left = [name for name in names if name not in self._taken]
+        left = ["tp"] if "tp" in names else [name for name in names if name not in self._taken]
         if len(left) == 1:
+            self.tensor_axis = left[0]
             return left[0]
         raise user_error(
             f"plan: {pattern!r}: which axis is that of tensor parallelism", f"a mesh with the axes {list(names)}",
