@@ -40,6 +40,7 @@ _HOME = {
     "CheckpointError": "errors",
     "KernelError": "errors",
     "OutOfMemoryError": "executor.kernel_errors",
+    "compile": "frontends.compiled_function",
     "parallelize": "frontends.parallel_module",
     "Precision": "frontends.precision",
     "save": "checkpoint",
@@ -73,6 +74,7 @@ __all__ = [
     "TensorView",
     "Val",
     "World",
+    "compile",
     "load",
     "parallelize",
     "register_op",
@@ -101,6 +103,7 @@ if TYPE_CHECKING:
     )
     from .executor.kernel_errors import OutOfMemoryError
     from .executor.shards import shard_tensor
+    from .frontends.compiled_function import compile
     from .frontends.parallel_module import parallelize
     from .frontends.precision import Precision
     from .fusion_definition import FusionDefinition

@@ -35,12 +35,15 @@ class Call:
     caches: tuple[Cached, ...] = ()
 
 
-def read_call(module: Any, tables: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Read a call of a module. `tables` are its modules, of which training matters, and its parameters."""
+def read_call(module: Any, tables: Sequence[Any], parts: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """Read a call of a module. `tables` are its modules, of which training matters, and its parameters.
+
+    parts: into how many parts the heads of a new cache are cut.
+    """
     leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
     caches: tuple[Cached, ...] = ()
     if any([is_cache(leaf) for leaf in leaves]):
-        leaves, caches = with_cache_tensors(leaves, module)
+        leaves, caches = with_cache_tensors(leaves, module, parts)
     modules, parameters = tables
     places = tuple([i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)])
     records = torch.is_grad_enabled()
@@ -90,18 +93,19 @@ class Arguments:
             self._read_cache(cached, inputs, plan)
 
     def _read_cache(self, cached: Cached, inputs: Mapping[str, Spec], plan: ModulePlan) -> None:
-        """Keys and values are cut as `inputs` says of the cache; else by heads over the axis of tensor parallelism."""
+        """Keys and values are cut as `inputs` says of the cache; else by batch, and by heads for tensor parallelism."""
         spec = inputs.get(self.names[cached.place])
-        for place in range(cached.first, len(self.call.leaves)):
-            shape = tuple(self.call.leaves[place].shape)
-            if len(shape) < 2 or place >= cached.first + 3 * cached.layers:
-                continue
-            heads = plan.tensor_axis if plan.tensor_axis and self._cuts(shape[1], plan.tensor_axis) else None
-            self._read(place, self.call.leaves[place], spec or (None, heads, None, None))
+        batch = {leaf[0]: s[0] for i, s in self.specs.items() if (leaf := self.call.leaves[i].shape)}
+        for place in range(cached.first, cached.first + 3 * cached.layers):
+            shape = self.call.leaves[place].shape
+            if len(shape) > 1:
+                heads = plan.tensor_axis if self._has_own_heads(shape[1], cached, plan.tensor_axis) else None
+                self._read(place, self.call.leaves[place], spec or (batch.get(shape[0]), heads, None, None))
 
-    def _cuts(self, n: int, axis: str) -> bool:
-        """Whether ranks of an axis can each have heads of their own: on real ranks a cache has a rank's heads."""
-        return self._simulated and n % self.mesh.axis_size(axis) == 0
+    def _has_own_heads(self, n: int, cached: Cached, axis: str | None) -> bool:
+        """Whether ranks of an axis have heads of their own; on real ranks a cache has a rank's heads alone."""
+        ranks = self.mesh.axis_size(axis) if axis is not None else 1
+        return ranks > 1 and (n % ranks == 0 if self._simulated else n * ranks == cached.heads)
 
     def _read(self, place: int, leaf: torch.Tensor, spec: Spec | None) -> None:
         shape = tuple(leaf.shape)

@@ -18,11 +18,15 @@ INNER = "_meshfuse_module"
 
 
 class Cached(NamedTuple):
-    """A cache among the leaves of a call: its place, and where its tensors begin behind the leaves."""
+    """A cache among the leaves of a call: its place, and where its tensors begin behind the leaves.
+
+    heads: how many heads its keys have on all ranks together; 0 where the model does not say.
+    """
 
     place: int
     first: int
     layers: int
+    heads: int
 
 
 def is_cache(value: Any) -> bool:
@@ -35,21 +39,24 @@ def cache_key(value: Any) -> Any:
     return type(value).__name__, tuple(type(layer).__name__ for layer in value.layers)
 
 
-def with_cache_tensors(leaves: list[Any], module: Any) -> tuple[list[Any], tuple[Cached, ...]]:
+def with_cache_tensors(leaves: list[Any], module: Any, parts: int) -> tuple[list[Any], tuple[Cached, ...]]:
     """The leaves of a call with the tensors of its caches behind them, and where these are.
+
+    parts: into how many parts the heads of a new cache are cut over ranks, of which it gets one.
 
     Raises ArgumentError for caches that grow: their sizes change from token to token.
     """
     found, extended = [], list(leaves)
     for place, leaf in enumerate(leaves):
         if is_cache(leaf):
-            _check(leaf, leaves, module)
-            found.append(Cached(place, len(extended), len(leaf.layers)))
+            heads = _heads(module)
+            _check(leaf, leaves, module, heads // parts if heads % parts == 0 else heads)
+            found.append(Cached(place, len(extended), len(leaf.layers), heads))
             extended += [getattr(layer, name) for layer in leaf.layers for name in _TENSORS]
     return extended, tuple(found)
 
 
-def _check(cache: Any, leaves: Sequence[Any], module: Any) -> None:
+def _check(cache: Any, leaves: Sequence[Any], module: Any, heads: int) -> None:
     line = caller_line()
     static = all(getattr(layer, "is_compileable", False) and hasattr(layer, "max_cache_len") for layer in cache.layers)
     if not static or not cache.layers:
@@ -59,23 +66,32 @@ def _check(cache: Any, leaves: Sequence[Any], module: Any) -> None:
             ArgumentError,
         )  # fmt: skip
     if not all(layer.is_initialized for layer in cache.layers):
-        _initialise(cache, leaves, module, line)
+        _initialise(cache, leaves, module, heads, line)
 
 
-def _initialise(cache: Any, leaves: Sequence[Any], module: Any, line: SourceLine) -> None:
+def _initialise(cache: Any, leaves: Sequence[Any], module: Any, heads: int, line: SourceLine) -> None:
     """Make a new cache's tensors, by the model's config and the batch of the first argument."""
-    config = getattr(module, "config", None)
+    text = _text_config(module)
     first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
-    if config is None or first is None:
+    if text is None or first is None:
         raise user_error("a cache without tensors", type(cache).__name__, "one that is initialised",
                          "Call its early_initialization.", line, ArgumentError)  # fmt: skip
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     dtype = next(p.dtype for p in module.parameters())
     cache.early_initialization(
         batch_size=first.shape[0], num_heads=heads, head_dim=width, dtype=dtype, device=first.device
     )
+
+
+def _text_config(module: Any) -> Any:
+    """The config of a model's language part; None where there is none."""
+    config = getattr(module, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _heads(module: Any) -> int:
+    text = _text_config(module)
+    return getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)
 
 
 class WithCaches(nn.Module):

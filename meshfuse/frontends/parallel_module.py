@@ -30,7 +30,7 @@ from .patterns import matches, nearest
 from .placing import Place, Places, check_world, place_parameters
 from .precision import Precision
 
-_STATE = "_meshfuse"
+STATE = "_meshfuse"
 
 
 def parallelize(
@@ -72,11 +72,15 @@ def parallelize(
         where = module_plan(module, found, plan, fsdp, specs, line)
         places = Places(where, _device(module, mesh), mesh if hasattr(mesh, "get_group") else None, line)
         state = State(where, options, places, place_parameters(module, places), line)
-        state.names = names
+        state.names, state.parts = names, 1 if places.is_simulated else _tensor_ranks(where)
         state.tables = list(module.modules()), list(module.parameters())
-    object.__setattr__(module, _STATE, state)
-    module.__class__ = _parallel_class(type(module))
+    object.__setattr__(module, STATE, state)
+    module.__class__ = parallel_class(type(module))
     return module
+
+
+def _tensor_ranks(plan: ModulePlan) -> int:
+    return plan.mesh.axis_size(plan.tensor_axis) if plan.tensor_axis is not None else 1
 
 
 def _check(module: Any, precision: Any, fallback: Any, line: SourceLine) -> None:
@@ -124,6 +128,7 @@ class State:
     graphs: what was captured, by what that depends on.
     tables: the modules and the parameters, in order.
     names: of the forward's arguments.
+    parts: into how many parts the heads of a new cache are cut, of which a rank has one.
     all_results: whether gradients came for other results than numbers.
     last: what ran last.
     """
@@ -140,6 +145,7 @@ class State:
     all_results: bool = False
     tables: tuple[Any, Any] = ((), ())
     names: list[str] = field(default_factory=list)
+    parts: int = 1
 
 
 class ParallelModule(nn.Module):
@@ -160,7 +166,7 @@ class ParallelModule(nn.Module):
         Buffers that no file has, such as those of rotary embeddings, are made as `init_weights` makes them if they are
         on meta. With `strict` every name must be there. Raises CheckpointError for what is missing or of another shape.
         """
-        state: State = getattr(self, _STATE)
+        state: State = getattr(self, STATE)
         if any(buffer.is_meta for buffer in self.buffers()):
             self.init_weights(0)
         load(self, state.parameters, path, strict, caller_line())
@@ -171,7 +177,7 @@ class ParallelModule(nn.Module):
         By the model's own `_init_weights(module)` if it has one, else by each module's `reset_parameters()`. seed: None
         for the one of torch's generator. Raises DefinitionError for a module with parameters that has neither.
         """
-        state: State = getattr(self, _STATE)
+        state: State = getattr(self, STATE)
         chosen = torch.initial_seed() if seed is None else seed
         with as_plain(self):
             init_weights(self, state.parameters, state.places.device, chosen, caller_line())
@@ -211,7 +217,7 @@ def _is_called(tensor: str, name: str) -> bool:
 
 
 def _ran(module: nn.Module) -> Runner:
-    state: State = getattr(module, _STATE)
+    state: State = getattr(module, STATE)
     if state.last is None:
         raise user_error("the module has not run yet", "", "a call of it", "Call it first: its plan depends on shapes.",
                          caller_line())  # fmt: skip
@@ -221,7 +227,7 @@ def _ran(module: nn.Module) -> Runner:
 _CLASSES: dict[type, type] = {}
 
 
-def _parallel_class(plain: type) -> type:
+def parallel_class(plain: type) -> type:
     """The module's class with `ParallelModule` in front, under the same name."""
     if plain not in _CLASSES:
         names = {"forward": _forward, "__module__": plain.__module__, "__qualname__": plain.__qualname__, "_plain": plain}
@@ -231,8 +237,8 @@ def _parallel_class(plain: type) -> type:
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the program for these arguments, which is made at the first call."""
-    state: State = getattr(self, _STATE)
-    call = read_call(self, state.tables, args, kwargs)
+    state: State = getattr(self, STATE)
+    call = read_call(self, state.tables, state.parts, args, kwargs)
     runner = state.runners.get(call.key)
     if runner is None:
         with located(line := caller_line()):
@@ -309,11 +315,13 @@ def _kept_dtypes(module: nn.Module, state: State, call: Call) -> dict[Any, torch
 
 @contextmanager
 def as_plain(module: Any) -> Iterator[None]:
-    """In this context the module has its own class and forward."""
-    parallel = type(module)
-    module.__class__ = parallel._plain
+    """In this context the module, and all in it, have their own classes and forwards."""
+    found = [(part, type(part)) for part in module.modules() if isinstance(part, ParallelModule)]
+    for part, parallel in found:
+        part.__class__ = parallel._plain  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
-        module.__class__ = parallel
+        for part, parallel in found:
+            part.__class__ = parallel
 
