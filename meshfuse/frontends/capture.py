@@ -26,7 +26,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from ..errors import MeshfuseError, SourceLine, user_error
-from .aten import RULES
 from .decompositions import decompositions
 from .kv_caches import INNER
 from .sdpa import as_one_op
@@ -106,7 +105,7 @@ def _traced(
     as_one_op(made)
     scalars_only = scalars_only and _detach_others(made)
     stack.enter_context(tracing(TracingContext(made.meta["fake_mode"])))
-    table = decompositions(RULES)
+    table = decompositions()
     joint = aot_export_joint_with_descriptors(stack, made, tuple(args), dict(kwargs), decompositions=table)
     graph = joint.graph_module.graph
     inputs = [(node, _source_of_input(node.meta["desc"])) for node in graph.find_nodes(op="placeholder")]

@@ -12,22 +12,11 @@ import torch
 from ..definition.tensor_view import TensorView
 from ..dtypes import from_torch
 from ..errors import MeshfuseError, SourceLine, user_error
-from ..ops.registry import find
-from .aten import NAMED, RULES, Translation
+from .aten import Translation, rule_for
 from .lines import line_of
 from .replicated import replicated
 from .sizes import Sizes
 from .traced import TracedDefinition
-
-# Ops that check or hint, and make nothing.
-_NOTHING = (
-    "_assert_scalar",
-    "_assert_async",
-    "_assert_tensor_metadata",
-    "sym_constrain_range",
-    "sym_constrain_range_for_size",
-)
-
 
 @dataclass(slots=True)
 class Translator:
@@ -72,7 +61,7 @@ class Translator:
             raise
 
     def _rule(self, node: torch.fx.Node) -> Any:
-        found = RULES.get(node.target) or _by_name(node.target)
+        found = rule_for(node.target)
         if found is None and self.replicate:
             return replicated(node)
         if found is None:
@@ -110,30 +99,6 @@ class Translator:
         made = made if made.dtype is wanted else self.fd.ops.cast(made, wanted)
         assert list(made.type.shape) == shape, f"{node.target}: {made.type} in the place of {shape}"
         return made
-
-
-def _by_name(target: Any) -> Any:
-    """A rule for an op of ours with the name and the parameters of torch's; None where there is none.
-
-    What an op of the table says under torch's own name and signature needs no rule.
-    """
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
-    if target._schema.name in NAMED:
-        return NAMED[target._schema.name]
-    name = target._schema.name.partition("::")[2]
-    if name in _NOTHING:
-        return lambda t, *args, **kwargs: None
-    found, names = find(name), [argument.name for argument in target._schema.arguments]
-    if found is None or not {param.name for param in found.params} <= set(names):
-        return None
-    kept = [param.name for param in found.params]
-
-    def write(t: Translation, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        return t.fd.call(name, [], {key: value for key, value in given.items() if key in kept})
-
-    return write
 
 
 def no_rule(node: torch.fx.Node) -> MeshfuseError:
