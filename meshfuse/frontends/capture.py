@@ -222,7 +222,7 @@ def not_captured(module: nn.Module, error: Exception, line: SourceLine, given: s
     """The error of a forward that torch cannot trace, at the user's line that stops it."""
     where = _users_line(error) or line
     text = " ".join(str(error).split())
-    what = f"the forward of {type(getattr(module, INNER, module)).__name__} is not one graph"
+    what = f"{_called(module)} is not one graph"
     return user_error(
         f"{what}: {where.text}" if where.text else what, f"{text[:300]}, arguments {given}",
         "tensor code without data-dependent control flow and calls into other libraries",
@@ -241,3 +241,10 @@ def _users_line(error: BaseException) -> SourceLine | None:
 
 def _is_torchs(path: str) -> bool:
     return "/torch/" in path or path.startswith("<")
+
+
+def _called(module: Any) -> str:
+    """What an error calls that which is captured."""
+    inner = getattr(module, INNER, module)
+    function = getattr(inner, "_function", None)
+    return f"the forward of {type(inner).__name__}" if function is None else f"{getattr(function, '__name__', function)}"

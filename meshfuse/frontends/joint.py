@@ -17,7 +17,7 @@ from ..definition import annotating
 from ..definition.annotation import layouts_of_spec
 from ..definition.tensor_view import TensorView
 from ..dtypes import from_torch
-from ..errors import SourceLine
+from ..errors import SourceLine, located
 from ..executor.dtensor import placements_of
 from ..gc_pause import no_collection
 from ..mesh import DeviceMesh
@@ -25,6 +25,7 @@ from ..sharding.value import Sharding
 from .activations import outputs_of_modules
 from .capture import Captured, Source
 from .cut import Cut, cut
+from .lines import line_of
 from .masks import recognised
 from .plans import ModulePlan, Spec
 from .sizes import Sizes
@@ -207,7 +208,8 @@ class _Planner:
                 made.values[node] = self.sizes.number(node.meta.get("val"))
         for node in self.graph.module.graph.nodes:
             if node.op == "call_function" and "val" in node.meta and not isinstance(node.meta["val"], (torch.Tensor, tuple, list)):
-                made.values[node] = self.sizes.number(node.meta["val"])
+                with located(line_of(node)):
+                    made.values[node] = self.sizes.number(node.meta["val"])
         return made
 
     def _take(self, made: Translator, nodes: Sequence[Node]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ..backends.assignment import requested
 from ..definition.checks import checked_mesh
-from ..errors import SourceLine, caller_line, located, shown, user_error
+from ..errors import SourceLine, caller_line, line_in_script, located, shown, user_error
 from ..report.bill import Bill, bill_of
 from ..report.explain import explain_all, explain_tensor
 from ..runtime.world import World
@@ -241,7 +242,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     call = read_call(self, state.tables, state.parts, args, kwargs)
     runner = state.runners.get(call.key)
     if runner is None:
-        with located(line := caller_line()):
+        with located(line := line_in_script(sys._getframe(1), ("torch",))):
             runner = state.runners[call.key] = _made(self, state, call, line, state.all_results)
     state.last = runner
     found = runner(call)

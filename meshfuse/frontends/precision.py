@@ -10,7 +10,7 @@ import torch
 from ..errors import caller_line, shown, user_error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Precision:
     """Mixed precision: parameters stay as they are, and forward and backward compute in another type.
 
@@ -21,11 +21,12 @@ class Precision:
     Raises DefinitionError for what is no floating point type.
     """
 
-    param: torch.dtype | None = None
-    reduce: torch.dtype | None = None
+    param: torch.dtype | None
+    reduce: torch.dtype | None
 
-    def __post_init__(self) -> None:
-        for name, dtype in (("param", self.param), ("reduce", self.reduce)):
+    def __init__(self, param: torch.dtype | None = None, reduce: torch.dtype | None = None) -> None:
+        for name, dtype in (("param", param), ("reduce", reduce)):
+            object.__setattr__(self, name, dtype)
             if dtype is not None and not _is_float(dtype):
                 raise user_error(f"Precision: {name}", shown(dtype), "a floating point torch.dtype, or None",
                                  "Pass torch.bfloat16, for example.", caller_line())  # fmt: skip

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..errors import user_error
+
 
 class Sizes:
     """The numbers that stand for the symbols of a captured graph; a graph without symbols has none.
@@ -30,6 +32,12 @@ class Sizes:
         if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return value
         found = value.node.expr.subs(self._known)
+        if found.free_symbols:
+            raise user_error(
+                "a size that depends on numbers", f"{found}", "sizes that follow from those of the arguments",
+                "A mask of bools as an index, nonzero and unique have such results: use torch.where, or multiply with "
+                "the mask.",
+            )  # fmt: skip
         if isinstance(value, torch.SymInt):
             return int(found)
         return float(found) if isinstance(value, torch.SymFloat) else bool(found)
