@@ -43,6 +43,9 @@ class Gpt(nn.Module):
         self.head.weight = self.tokens.weight
         self.idle = nn.Parameter(torch.ones(3))
 
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.idle)
+
     def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
         x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
         for layer in self.layers:
@@ -74,6 +77,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 def difference(found: Any, wanted: torch.Tensor) -> float:
     """The greatest difference, relative to the greatest element of what is wanted (or to 1e-4)."""
+    wanted = whole(wanted)
     return float((whole(found).detach() - wanted.detach()).abs().max() / max(float(wanted.detach().abs().max()), 1e-4))
 
 
