@@ -40,6 +40,9 @@ _HOME = {
     "CheckpointError": "errors",
     "KernelError": "errors",
     "OutOfMemoryError": "executor.kernel_errors",
+    "compile": "frontends.compiled_function",
+    "parallelize": "frontends.parallel_module",
+    "Precision": "frontends.precision",
     "save": "checkpoint",
     "load": "checkpoint",
 }
@@ -61,6 +64,7 @@ __all__ = [
     "ParallelType",
     "Partial",
     "PlanWarning",
+    "Precision",
     "RankError",
     "RankTimeout",
     "Sample",
@@ -70,7 +74,9 @@ __all__ = [
     "TensorView",
     "Val",
     "World",
+    "compile",
     "load",
+    "parallelize",
     "register_op",
     "save",
     "shard_tensor",
@@ -97,6 +103,9 @@ if TYPE_CHECKING:
     )
     from .executor.kernel_errors import OutOfMemoryError
     from .executor.shards import shard_tensor
+    from .frontends.compiled_function import compile
+    from .frontends.parallel_module import parallelize
+    from .frontends.precision import Precision
     from .fusion_definition import FusionDefinition
     from .mesh import DeviceMesh, ParallelType
     from .ops.opdef import OpDef, Partial, Sample

@@ -13,6 +13,7 @@ from .argument_checks import as_int, check_flags
 from .compiler import CompiledProgram
 from .definition import annotating, applying, inputs
 from .definition.attributes import calling_ours, check_attribute
+from .definition.checks import named
 from .definition.namespaces import Fusion, OpNamespace
 from .definition.recording import OpNode, Recording
 from .definition.reverse import append_gradients
@@ -134,6 +135,7 @@ class FusionDefinition:
         strides: Sequence[int] | None = None,
         static_sizes: bool = False,
         symbolic_sizes: Sequence[int] | None = None,
+        name: str | None = None,
     ) -> TensorView:
         """A new input tensor.
 
@@ -142,11 +144,12 @@ class FusionDefinition:
         stride_order: for every dim its place in memory, 0 the fastest; arguments must lie so. None: any order.
         sizes, strides: nvFuser's second form, the sizes and strides of an example tensor; sizes other than 1 are left
             open unless `static_sizes`.
+        name: what bills and `explain` call the tensor; None for the variable that the line assigns.
 
         `contiguity`, `is_cpu` and `symbolic_sizes` are nvFuser's; they change nothing here, but for `symbolic_sizes` in
         the place of `shape`. Raises DefinitionError for what is no size, dtype or order of the dims.
         """
-        line = self.recording.line_of_change()
+        line = named(self.recording.line_of_change(), name, "define_tensor")
         check_flags(line, static_sizes=static_sizes, is_cpu=is_cpu)
         given = sizes if sizes is not None else shape if shape is not None else symbolic_sizes
         ref = inputs.define_tensor(
@@ -192,8 +195,12 @@ class FusionDefinition:
         line = self.recording.line_of_change()
         return Val(self, inputs.define_size(self.recording, own(self, tensor, "size", line).ref, dim, line))
 
-    def add_output(self, output: TensorView, alias_input: TensorView | None = None) -> None:
+    def add_output(
+        self, output: TensorView, alias_input: TensorView | None = None, *, name: str | None = None
+    ) -> None:
         """Have the program return this tensor; outputs come in the order of these calls.
+
+        name: what bills and `explain` call the tensor from now on.
 
         Raises DefinitionError for anything but a tensor of this definition, and for `alias_input`: meshfuse writes into
         no arguments.
@@ -204,7 +211,10 @@ class FusionDefinition:
                 "add_output: alias_input", shown(alias_input), "None: meshfuse does not write into arguments",
                 "Return the tensor and copy it.", line,
             )  # fmt: skip
-        self.recording.outputs.append(own(self, output, "add_output", line).id)
+        number = own(self, output, "add_output", line).id
+        if name is not None:
+            self.recording.name(number, name, line)
+        self.recording.outputs.append(number)
 
     @property
     def fusion(self) -> Fusion:
