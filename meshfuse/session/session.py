@@ -1,0 +1,448 @@
+"""`Session`: one controller calls functions on many workers, which all run the same calls in the same order.
+
+A call is issued without waiting, and returns a DRef to what it gives on each worker. What it raised comes at the next
+wait: a sync, or a read of a value. As TVM's Disco has it (github.com/apache/tvm, runtime/disco).
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import threading
+import time
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from ..argument_checks import as_int
+from ..errors import ArgumentError, SourceLine, caller_line, shown, user_error
+from ..runtime.environment import DEFAULT_TIMEOUT
+from . import builtin
+from .crew import Crew, LocalEngine, processes, threads
+from .dref import DRef
+from .errors import Raised, SessionError, WorkerError, WorkerLost, WorkerTimeout, rebuild
+from .functions import is_importable
+from .links import Link, Woken
+from .messages import CALL, DONE, FAILED, GET, SYNC
+from .pickling import dumps, loads
+from .registry import registered
+from .wire import Closed, Frame, Late
+
+_REMEMBERED = 4096  # Issued calls whose lines are known.
+_open: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class _Issued:
+    number: int
+    what: str
+    line: SourceLine
+
+
+class _Pickling(threading.local):
+    by: object = None
+
+
+_pickling = _Pickling()
+
+
+class Session:
+    """Workers that run what their controller, this process, says. Worker 0 is in this process.
+
+    num_workers, num_groups: the workers stand in so many groups of equal size, in order.
+    timeout: seconds that a wait for workers takes at most; their start does not count.
+
+    A session ends by `shutdown`, at the end of a `with` block, or with its process. Calls of several threads come one
+    after the other. Methods raise SessionError once the session has ended, WorkerLost once a worker has.
+    """
+
+    def __init__(self, num_workers: int, num_groups: int, timeout: float):
+        line = caller_line()
+        self.num_workers = _count(num_workers, "num_workers", line)
+        self.num_groups = _count(num_groups, "num_groups", line)
+        if self.num_workers % self.num_groups:
+            raise user_error(
+                "groups of a session must be of one size", f"{num_workers} workers in {num_groups} groups",
+                "a number of groups that divides the number of workers", "", line, ArgumentError,
+            )  # fmt: skip
+        if not isinstance(timeout, (int, float)) or not timeout > 0:
+            raise user_error("a session's timeout", shown(timeout), "seconds above 0", "", line, ArgumentError)
+        self.timeout, self.generation = float(timeout), 0
+        self._lock = threading.RLock()
+        self._numbers, self._registers = itertools.count(1), itertools.count(1)
+        self._freed: deque[int] = deque()
+        self._issued: deque[_Issued] = deque(maxlen=_REMEMBERED)
+        self._broken: str | None = None
+        self._setup: list[tuple[Any, tuple[Any, ...]]] = []
+        self._crew = self._start()
+        self._end = weakref.finalize(self, Crew.close, self._crew, False)
+        self._end.atexit = False
+        _open.add(self)
+
+    def _start(self) -> Crew:
+        raise NotImplementedError
+
+    # Calls
+
+    def get_global_func(self, name: str) -> DRef:
+        """The function registered under that name, on every worker; the DRef can be called.
+
+        A module that registers it and is imported here is imported on the workers, too. A function of this script or
+        notebook is sent as it is.
+        """
+        function = registered(name)
+        if isinstance(function, types.FunctionType) and not is_importable(function):
+            self._setup.append((builtin.define_function, (name, function)))
+            return self._call(builtin.define_function, (name, function), {}, name)
+        module = getattr(function, "__module__", None)
+        return self._call(builtin.get_function, (name, module), {}, name)
+
+    def call_packed(self, function: Any, *args: Any, **kwargs: Any) -> DRef:
+        """Call a function on every worker: a DRef to one, or a function itself.
+
+        In the arguments, however deep, a DRef stands for what each worker has in it. All else is copied to each worker.
+        """
+        what = getattr(function, "_what", None) or getattr(function, "__name__", type(function).__name__)
+        return self._call(function, args, kwargs, what)
+
+    call = call_packed
+
+    def import_python_module(self, name: str) -> None:
+        """Import a module on every worker; it may register functions."""
+        self._setup.append((builtin.import_module, (name,)))
+        self._call(builtin.import_module, (name,), {}, f"import {name}")
+
+    def _call(self, function: Any, args: Any, kwargs: Any, what: str, only: Link | None = None) -> DRef:
+        with self._lock:
+            self.check_open()
+            ref = DRef(self, next(self._registers), what)
+            number = next(self._numbers)
+            self._issued.append(_Issued(number, what, caller_line()))
+            payload, buffers = self._dumps((function, args, kwargs, ref.number))
+            self._send(Frame(CALL, self._supervisor.epoch, number, payload, buffers, self._take_freed()), only)
+            return ref
+
+    def _dumps(self, value: Any) -> tuple[bytes, list[memoryview]]:
+        _pickling.by = self
+        try:
+            return dumps(value)
+        finally:
+            _pickling.by = None
+
+    def is_pickling(self) -> bool:
+        """Whether this thread is writing a call of this session."""
+        return _pickling.by is self
+
+    def _send(self, frame: Frame, only: Link | None = None) -> None:
+        # Threads last: they would take the interpreter's lock from the sends.
+        for link in reversed(self._crew.links) if only is None else (only,):
+            try:
+                link.send(frame, self._stall(link))
+            except Closed:
+                self._lost(link)
+        if only is not None and frame.freed:
+            self._freed.extend(frame.freed)  # The others have not heard of these.
+
+    def _stall(self, link: Link) -> Callable[[], None]:
+        """What a send that does not move calls."""
+        until = time.monotonic() + self.timeout
+
+        def stalled() -> None:
+            if self._supervisor.lost:
+                self._lost(link)
+            if time.monotonic() > until:
+                self._broken = f"worker {link.worker} did not read its commands for {self.timeout:g} s"
+                raise self._timed_out([link])
+
+        return stalled
+
+    def _take_freed(self) -> list[int]:
+        freed = []
+        while self._freed:
+            freed.append(self._freed.popleft())
+        return freed
+
+    def free(self, number: int, generation: int) -> None:
+        """Let the workers drop a register with the next command. For DRefs; takes no lock."""
+        if generation == self.generation:
+            self._freed.append(number)
+
+    # Waits
+
+    def sync_worker_0(self) -> None:
+        """Wait until worker 0 has done all calls. Raises WorkerError with what a call raised on any worker."""
+        self.sync([0])
+
+    def sync(self, workers: Sequence[int] | None = None) -> None:
+        """Wait until all workers, or these, have done all calls. Raises WorkerError with what a call raised."""
+        with self._lock:
+            self.check_open()
+            links = self._crew.links if workers is None else [self._crew.links[worker] for worker in workers]
+            number = next(self._numbers)
+            frame = Frame(SYNC, self._supervisor.epoch, number, freed=self._take_freed())
+            if workers is None:
+                self._send(frame)
+            else:
+                self._freed.extend(frame.freed)
+                for link in links:
+                    self._send(Frame(SYNC, frame.epoch, number), link)
+            answers = self._answers(links, number)
+            if self._supervisor.first is not None or any(answer.kind != DONE for answer in answers):
+                self._raise_failures()
+
+    def _answers(self, links: Sequence[Link], number: int, heed_failures: bool = True) -> list[Frame]:
+        """The answers of workers to one command."""
+        deadline = time.monotonic() + self.timeout
+        answers: list[Frame] = []
+        try:
+            for link in links:
+                answers.append(self._answer(link, number, deadline))
+        except Late:
+            missing = [link for link in links[len(answers) :] if not self._has_answered(link, number)]
+            raise self._timed_out(missing or [links[len(answers)]]) from None
+        except KeyboardInterrupt:
+            self._abandon(number)
+            raise
+        return answers
+
+    def _answer(self, link: Link, number: int, deadline: float) -> Frame:
+        while True:
+            try:
+                return link.answer(number, deadline)
+            except Woken:
+                self._supervisor.clear_wake()
+                if self._supervisor.lost:
+                    self._lost(self._crew.links[min(self._supervisor.lost)])
+            except Closed:
+                self._lost(link)
+
+    def _has_answered(self, link: Link, number: int) -> bool:
+        try:
+            self._answer(link, number, time.monotonic())
+        except Late:
+            return False
+        return True
+
+    def _abandon(self, number: int) -> None:
+        """Ctrl-C: end the calls that run, and forget what they raise."""
+        self._supervisor.release(self._supervisor.epoch, "the controller was interrupted")
+        for link in self._crew.links:
+            link.cancel(number)
+        self._supervisor.renew()
+
+    def _raise_failures(self) -> NoReturn:
+        """Raise what failed first, once all workers have come to rest."""
+        number, epoch = next(self._numbers), self._supervisor.epoch
+        self._send(Frame(SYNC, epoch, number))
+        answers = self._answers(self._crew.links, number)
+        told = [loads(answer.payload) for answer in answers if answer.kind == FAILED]
+        self._supervisor.renew()
+        raise self._error_of(told)
+
+    def _error_of(self, told: Sequence[Raised]) -> SessionError | WorkerError:
+        own = sorted((raised for raised in told if not raised.released), key=lambda raised: (raised.call, raised.worker))
+        if not own:
+            reasons = "; ".join(sorted({raised.text for raised in told})) or "no worker says why"
+            return SessionError(f"calls were skipped: {reasons}", caller_line())
+        errors = {raised.worker: self._rebuilt(raised) for raised in own}
+        first = errors[own[0].worker]
+        first.failures = errors
+        return first
+
+    def _rebuilt(self, raised: Raised) -> WorkerError:
+        issued = next((call for call in self._issued if call.number == raised.call), None)
+        what = "" if issued is None else f"{issued.what} at {issued.line}"
+        return rebuild(raised, issued.line if issued is not None else caller_line(), what)
+
+    def _lost(self, link: Link) -> NoReturn:
+        """Raise WorkerLost for a worker whose connection is closed; the session cannot go on."""
+        self._supervisor.lose(link.worker)
+        worker = min(self._supervisor.lost)
+        how = self._supervisor.lost[worker]
+        self._broken = f"worker {worker} is gone: {how}"
+        error = WorkerLost(f"{self._broken}. Call restart() for new workers", caller_line())
+        error.worker, error.how = worker, how
+        raise error
+
+    def _timed_out(self, missing: Sequence[Link]) -> WorkerTimeout:
+        for link in missing:
+            link.ask_where()
+        states = "; ".join(f"worker {link.worker} {self._state(link)}" for link in missing)
+        error = WorkerTimeout(
+            f"workers did not answer within {self.timeout:g} s: {states}. The other workers are released", caller_line()
+        )
+        error.workers = tuple(link.worker for link in missing)
+        self._supervisor.release(self._supervisor.epoch, f"{error}")
+        self._supervisor.renew()
+        return error
+
+    def _state(self, link: Link) -> str:
+        return link.where() or "does not answer at all (it is stopped, or its Python does not run)"
+
+    # Values
+
+    def copy_to_worker_0(self, host_array: torch.Tensor, remote_array: DRef | None = None) -> DRef:
+        """Copy a tensor to worker 0: into the tensor of a DRef, or into a new register. Returns the DRef."""
+        _check_tensor(host_array, "copy_to_worker_0")
+        ref = remote_array or self._call(builtin.constant, (None,), {}, "copy_to_worker_0")
+        ref.debug_copy_from(0, host_array)
+        return ref
+
+    def copy_from_worker_0(self, host_array: torch.Tensor, remote_array: DRef) -> None:
+        """Copy worker 0's tensor into a tensor of this process. Waits for all calls before."""
+        _check_tensor(host_array, "copy_from_worker_0")
+        found = remote_array.debug_get_from_remote(0)
+        if not isinstance(found, torch.Tensor) or found.shape != host_array.shape:
+            raise user_error(
+                "copy_from_worker_0", _described(found), f"a tensor of shape {list(host_array.shape)} on worker 0", "",
+                caller_line(), ArgumentError,
+            )  # fmt: skip
+        with torch.no_grad():
+            host_array.copy_(found)
+
+    def empty(
+        self, shape: Sequence[int], dtype: Any = "float32", device: Any = None, worker0_only: bool = False,
+        in_group: bool = True,
+    ) -> DRef:  # fmt: skip
+        """A tensor of any content on every worker; with `worker0_only` on the first of each group, or of all."""
+        place = None if device is None else str(device)
+        args = (tuple(shape), builtin.as_dtype(dtype), place, worker0_only, in_group)
+        return self._call(builtin.empty, args, {}, "empty")
+
+    def fetch(self, ref: DRef, worker: int) -> Any:
+        """What a worker has in a DRef's register, as a copy."""
+        with self._lock:
+            self.check_open()
+            number = next(self._numbers)
+            self._issued.append(_Issued(number, f"a read of {ref!r}", caller_line()))
+            link = self._crew.links[worker]
+            self._send(Frame(GET, self._supervisor.epoch, number, self._dumps(ref)[0]), link)
+            (answer,) = self._answers([link], number)
+            if answer.kind != DONE or self._supervisor.first is not None:
+                self._raise_failures()
+            return loads(answer.payload, answer.buffers)
+
+    def put(self, ref: DRef, worker: int, value: Any) -> None:
+        """Put a value into a DRef's register of one worker."""
+        ref.check()
+        self._call(builtin.fill, (ref.number, value), {}, f"a copy to worker {worker}", self._crew.links[worker])
+
+    def whole(self, ref: DRef) -> torch.Tensor:
+        """The global tensor of a distributed one."""
+        raise user_error("no distributed tensor", repr(ref), "one of distribute_tensor", "", caller_line(),
+                         ArgumentError)  # fmt: skip
+
+    # Life
+
+    @property
+    def _supervisor(self) -> Any:
+        return self._crew.supervisor
+
+    def check_open(self) -> None:
+        """Raises SessionError for a session that has ended or lost a worker."""
+        if self._crew.is_closed:
+            raise SessionError("this session has ended: found no workers, needed a new session", caller_line())
+        if self._supervisor.lost:
+            self._lost(self._crew.links[min(self._supervisor.lost)])
+        if self._broken is not None:
+            raise SessionError(f"{self._broken}. Call restart() for new workers", caller_line())
+
+    def restart(self) -> None:
+        """End all workers at once and start new ones, which import the modules and have the functions of before.
+
+        DRefs of before can no longer be used.
+        """
+        with self._lock:
+            self._end.detach()
+            self._crew.close(in_order=False)
+            self.generation += 1
+            self._freed.clear()
+            self._broken = None
+            self._crew = self._start()
+            self._end = weakref.finalize(self, Crew.close, self._crew, False)
+            self._end.atexit = False
+            for function, args in self._setup:
+                self._call(function, args, {}, "restart")
+
+    def shutdown(self) -> None:
+        """End the workers after the calls that were issued. Several calls do no harm."""
+        with self._lock:
+            self._crew.close()
+            self._end.detach()
+            _open.discard(self)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        state = "ended" if self._crew.is_closed else self._broken or ""
+        groups = f" in {self.num_groups} groups" if self.num_groups > 1 else ""
+        return f"<{type(self).__name__} of {self.num_workers} workers{groups}{f', {state}' if state else ''}>"
+
+
+class ThreadedSession(Session):
+    """Workers that are threads of this process: the quickest to start, and to debug. They share its interpreter."""
+
+    def __init__(self, num_workers: int, num_groups: int = 1, timeout: float = DEFAULT_TIMEOUT):
+        super().__init__(num_workers, num_groups, timeout)
+
+    def _start(self) -> Crew:
+        return threads(self.num_workers, self.num_groups, self.timeout)
+
+
+class ProcessSession(Session):
+    """Worker 0 in this process, and the others as processes of this machine.
+
+    `entrypoint`, which Disco has, is ignored: workers run this Python.
+    """
+
+    def __init__(
+        self, num_workers: int, num_groups: int = 1, entrypoint: str | None = None, timeout: float = DEFAULT_TIMEOUT
+    ):
+        self._engine: LocalEngine | None = None
+        super().__init__(num_workers, num_groups, timeout)
+
+    def _start(self) -> Crew:
+        if self.num_workers == 1:
+            return threads(1, 1, self.timeout)
+        if self._engine is None or self._engine.server.process.poll() is not None:
+            self._engine = LocalEngine()
+            weakref.finalize(self, self._engine.server.close).atexit = False
+        return processes(self._engine, self.num_workers, self.num_groups, self.timeout)
+
+    def shutdown(self) -> None:
+        """End the workers after the calls that were issued. Several calls do no harm."""
+        super().shutdown()
+        if self._engine is not None:
+            self._engine.server.close()
+
+
+def _count(value: Any, name: str, line: SourceLine) -> int:
+    number = as_int(value)
+    if number is None or not 1 <= number <= 4096:
+        raise user_error(f"a session's {name}", shown(value), "a number from 1 to 4096", "", line, ArgumentError)
+    return number
+
+
+def _check_tensor(value: Any, what: str) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise user_error(what, shown(value), "a tensor", "", caller_line(), ArgumentError)
+
+
+def _described(value: Any) -> str:
+    return f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
+
+
+@atexit.register
+def _end_all() -> None:
+    """Threads that are inside of a collective when the interpreter ends would end the process by SIGABRT."""
+    for session in list(_open):
+        session.shutdown()
