@@ -10,8 +10,8 @@ from typing import Any
 from ..errors import ArgumentError, user_error
 from ..runtime.world import World
 from .errors import Raised, Released, describe
-from .messages import CALL, DONE, FAILED, GET, SKIPPED
-from .pickling import dumps, loads
+from .messages import CALL, CALL_AND_SYNC, DONE, FAILED, GET, SKIPPED
+from .pickling import dumps, loads, loads_call
 from .wire import Frame
 
 
@@ -75,10 +75,10 @@ class Executor:
             self._renew(frame.epoch)
         for number in frame.freed:
             self.registers.pop(number, None)
-        if frame.kind == CALL:
+        if frame.kind in (CALL, CALL_AND_SYNC):
             if self.released_epoch < self.epoch:
                 self._call(frame)
-            return None
+            return self._report(frame) if frame.kind == CALL_AND_SYNC else None
         value = self._value(frame) if frame.kind == GET and self.released_epoch < self.epoch else None
         return value or self._report(frame)
 
@@ -95,7 +95,7 @@ class Executor:
     def _call(self, frame: Frame) -> None:
         self.running, self.since = frame.number, time.monotonic()
         try:
-            function, args, kwargs, result = loads(frame.payload, frame.buffers)
+            function, args, kwargs, result = loads_call(frame.payload, frame.buffers, register)
             self.registers[result] = function(*args, **kwargs)
         except BaseException as error:
             self._fail(error, frame.number)

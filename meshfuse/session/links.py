@@ -16,7 +16,7 @@ from .errors import SessionError
 from .executor import Executor
 from .messages import CANCEL, RELEASE, STOP, WHERE
 from .pickling import copies
-from .wire import Closed, Connection, Frame, Late, await_frame
+from .wire import Closed, Connection, Frame, Late, Waiter
 
 
 class Woken(Exception):
@@ -27,8 +27,10 @@ class Link(Protocol):
     """One worker, as its controller sees it."""
 
     worker: int
+    last: int  # the number of the last call that it was sent
+    asked: int  # that of a call which it was to answer, 0 once it has
 
-    def send(self, frame: Frame, stalled: Callable[[], None]) -> None: ...
+    def send(self, frame: Frame, stalled: Callable[[float], None]) -> None: ...
     def answer(self, number: int, deadline: float) -> Frame: ...
     def release(self, epoch: int, reason: str) -> None: ...
     def cancel(self, number: int) -> None: ...
@@ -43,6 +45,7 @@ class ThreadLink:
 
     def __init__(self, executor: Executor):
         self.worker, self.executor = executor.worker, executor
+        self.last = self.asked = 0
         self._commands: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -61,7 +64,7 @@ class ThreadLink:
         self.executor.leave_world()
         self.executor.registers.clear()
 
-    def send(self, frame: Frame, stalled: Callable[[], None]) -> None:
+    def send(self, frame: Frame, stalled: Callable[[float], None]) -> None:
         """Queue a command; its tensors are copied first."""
         if frame.buffers:
             frame = Frame(frame.kind, frame.epoch, frame.number, frame.payload, copies(frame.buffers), frame.freed)
@@ -77,6 +80,7 @@ class ThreadLink:
             if found is None:
                 raise Woken
             if found.number == number:
+                self.asked = 0
                 return found
 
     def wake(self) -> None:
@@ -111,20 +115,22 @@ class SocketLink:
 
     def __init__(self, worker: int, commands: Connection, control: Connection, wake: int):
         self.worker, self.commands, self.control = worker, commands, control
-        self._wake = wake
+        self.last = self.asked = 0
+        self._waiter = Waiter(commands, wake)
         self._place, self._placed = "", threading.Event()
 
-    def send(self, frame: Frame, stalled: Callable[[], None]) -> None:
+    def send(self, frame: Frame, stalled: Callable[[float], None]) -> None:
         """Send a command. Raises Closed."""
         self.commands.send(frame, stalled)
 
     def answer(self, number: int, deadline: float) -> Frame:
         """The answer to that command. Raises Closed, Late or Woken."""
         while True:
-            if not await_frame(self.commands, deadline, self._wake):
+            if not self._waiter.wait(deadline):
                 raise Woken
             found = self.commands.receive()
             if found.number == number:
+                self.asked = 0
                 return found
 
     def wake(self) -> None:
@@ -171,7 +177,7 @@ class _Stalled(SessionError):
     """A worker does not read its control connection: it is stopped."""
 
 
-def _stalled() -> None:
+def _stalled(seconds: float) -> None:
     raise _Stalled("the worker does not read")
 
 

@@ -2,6 +2,8 @@
 
 # Commands, on a worker's command connection, in the order of their numbers.
 CALL, SYNC, GET, STOP = 1, 2, 3, 4
+# A CALL that is answered when it is done, as if a SYNC followed: one message less where the controller waits next.
+CALL_AND_SYNC = 5
 # What a worker answers: to SYNC and GET, and once when it has started.
 DONE, FAILED, SKIPPED, READY = 10, 11, 12, 13
 # On the control connection, which threads of their own read, however busy the worker is.

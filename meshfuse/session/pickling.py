@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import marshal
 import pickle
 import types
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from .functions import is_importable, reduce_function
 Buffer = Any  # bytes, bytearray or memoryview
 # Up to so many bytes of a tensor are copied into the payload.
 _INLINE = 2048
+_PLAIN = {int, float, bool, str, bytes, type(None), complex}
 
 
 class _Pickler(pickle.Pickler):
@@ -46,6 +48,40 @@ def dumps(value: Any) -> tuple[bytes, list[memoryview]]:
     file = io.BytesIO()
     _Pickler(file, 5, buffer_callback=keep).dump(value)
     return file.getvalue(), buffers
+
+
+def dumps_call(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: int, registers: type
+) -> tuple[bytes, list[memoryview]]:
+    """A call as bytes. `registers` is the class of references to registers, which have a `number`.
+
+    Calls of a register with plain arguments are marshalled, which takes a tenth of pickle's time.
+    """
+    if type(function) is registers and not kwargs:
+        kinds = set(map(type, args))
+        if kinds <= _PLAIN:
+            function.check()
+            return b"m" + marshal.dumps((function.number, args, (), result)), []
+        if kinds <= _PLAIN | {registers}:
+            places = tuple(i for i, value in enumerate(args) if type(value) is registers)
+            for value in (function, *(args[i] for i in places)):
+                value.check()
+            plain = tuple(value.number if type(value) is registers else value for value in args)
+            return b"m" + marshal.dumps((function.number, plain, places, result)), []
+    payload, buffers = dumps((function, args, kwargs, result))
+    return b"p" + payload, buffers
+
+
+def loads_call(
+    payload: Buffer, buffers: Sequence[Buffer], register: Callable[[int], Any]
+) -> tuple[Any, Sequence[Any], dict[str, Any], int]:
+    """Function, arguments, keyword arguments and the register for the result."""
+    if payload[:1] == b"p":
+        return pickle.loads(memoryview(payload)[1:], buffers=buffers)
+    number, args, places, result = marshal.loads(memoryview(payload)[1:])
+    if places:
+        args = [register(value) if i in places else value for i, value in enumerate(args)]
+    return register(number), args, {}, result
 
 
 def loads(payload: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
@@ -95,5 +131,3 @@ def _tensor(
     is_parameter, requires_grad = kind
     return torch.nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
 
-
-Loader = Callable[[Buffer, Sequence[Buffer]], Any]

@@ -13,8 +13,8 @@ import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -28,8 +28,8 @@ from .dref import DRef
 from .errors import Raised, SessionError, WorkerError, WorkerLost, WorkerTimeout, rebuild
 from .functions import is_importable
 from .links import Link, Woken
-from .messages import CALL, DONE, FAILED, GET, SYNC
-from .pickling import dumps, loads
+from .messages import CALL, CALL_AND_SYNC, DONE, FAILED, GET, SYNC
+from .pickling import dumps, dumps_call, loads
 from .registry import registered
 from .wire import Closed, Frame, Late
 
@@ -123,9 +123,27 @@ class Session:
             ref = DRef(self, next(self._registers), what)
             number = next(self._numbers)
             self._issued.append(_Issued(number, what, caller_line()))
-            payload, buffers = self._dumps((function, args, kwargs, ref.number))
-            self._send(Frame(CALL, self._supervisor.epoch, number, payload, buffers, self._take_freed()), only)
+            _pickling.by = self
+            try:
+                payload, buffers = dumps_call(function, args, kwargs, ref.number, DRef)
+            finally:
+                _pickling.by = None
+            self._send_call(Frame(CALL, self._supervisor.epoch, number, payload, buffers, self._take_freed()), only)
             return ref
+
+    def _send_call(self, frame: Frame, only: Link | None) -> None:
+        """Send a call. A worker that owes no answer answers it: a sync that comes next has one message less."""
+        asking = replace(frame, kind=CALL_AND_SYNC)
+        # Threads last: they would take the interpreter's lock from the sends.
+        for link in reversed(self._crew.links) if only is None else (only,):
+            link.last = frame.number
+            if link.asked:
+                self._send_to(link, frame)
+            else:
+                link.asked = frame.number
+                self._send_to(link, asking)
+        if only is not None and frame.freed:
+            self._freed.extend(frame.freed)  # The others have not heard of these.
 
     def _dumps(self, value: Any) -> tuple[bytes, list[memoryview]]:
         _pickling.by = self
@@ -138,34 +156,27 @@ class Session:
         """Whether this thread is writing a call of this session."""
         return _pickling.by is self
 
-    def _send(self, frame: Frame, only: Link | None = None) -> None:
-        # Threads last: they would take the interpreter's lock from the sends.
-        for link in reversed(self._crew.links) if only is None else (only,):
-            try:
-                link.send(frame, self._stall(link))
-            except Closed:
-                self._lost(link)
-        if only is not None and frame.freed:
-            self._freed.extend(frame.freed)  # The others have not heard of these.
+    def _send_to(self, link: Link, frame: Frame) -> None:
+        try:
+            link.send(frame, self._stalled)
+        except Closed:
+            self._lost(link)
+        except Late:
+            self._broken = f"worker {link.worker} did not read its commands for {self.timeout:g} s"
+            raise self._timed_out([link]) from None
 
-    def _stall(self, link: Link) -> Callable[[], None]:
-        """What a send that does not move calls."""
-        until = time.monotonic() + self.timeout
+    def _stalled(self, seconds: float) -> None:
+        """What a send calls that has not moved for so many seconds."""
+        if self._supervisor.lost:
+            self._lost(self._crew.links[min(self._supervisor.lost)])
+        if seconds > self.timeout:
+            raise Late
 
-        def stalled() -> None:
-            if self._supervisor.lost:
-                self._lost(link)
-            if time.monotonic() > until:
-                self._broken = f"worker {link.worker} did not read its commands for {self.timeout:g} s"
-                raise self._timed_out([link])
-
-        return stalled
-
-    def _take_freed(self) -> list[int]:
+    def _take_freed(self) -> tuple[int, ...]:
         freed = []
         while self._freed:
             freed.append(self._freed.popleft())
-        return freed
+        return tuple(freed)
 
     def free(self, number: int, generation: int) -> None:
         """Let the workers drop a register with the next command. For DRefs; takes no lock."""
@@ -183,30 +194,34 @@ class Session:
         with self._lock:
             self.check_open()
             links = self._crew.links if workers is None else [self._crew.links[worker] for worker in workers]
-            number = next(self._numbers)
-            frame = Frame(SYNC, self._supervisor.epoch, number, freed=self._take_freed())
-            if workers is None:
-                self._send(frame)
-            else:
-                self._freed.extend(frame.freed)
-                for link in links:
-                    self._send(Frame(SYNC, frame.epoch, number), link)
-            answers = self._answers(links, number)
+            answers = self._answers(links, self._sync_numbers(links))
             if self._supervisor.first is not None or any(answer.kind != DONE for answer in answers):
                 self._raise_failures()
 
-    def _answers(self, links: Sequence[Link], number: int, heed_failures: bool = True) -> list[Frame]:
-        """The answers of workers to one command."""
+    def _sync_numbers(self, links: Sequence[Link]) -> list[int]:
+        return [self._sync_number(link) for link in reversed(links)][::-1]
+
+    def _sync_number(self, link: Link) -> int:
+        """The number of the command whose answer says that a worker has done all that it was sent."""
+        if link.asked and link.asked == link.last:
+            return link.asked
+        number = next(self._numbers)
+        self._send_to(link, Frame(SYNC, self._supervisor.epoch, number))
+        return number
+
+    def _answers(self, links: Sequence[Link], numbers: Sequence[int]) -> list[Frame]:
+        """The answers of workers to one command each."""
         deadline = time.monotonic() + self.timeout
         answers: list[Frame] = []
         try:
-            for link in links:
+            for link, number in zip(links, numbers, strict=True):
                 answers.append(self._answer(link, number, deadline))
         except Late:
-            missing = [link for link in links[len(answers) :] if not self._has_answered(link, number)]
-            raise self._timed_out(missing or [links[len(answers)]]) from None
+            left = list(zip(links, numbers, strict=True))[len(answers) :]
+            missing = [link for link, number in left if not self._has_answered(link, number)]
+            raise self._timed_out(missing or [left[0][0]]) from None
         except KeyboardInterrupt:
-            self._abandon(number)
+            self._abandon(max(numbers))
             raise
         return answers
 
@@ -237,9 +252,7 @@ class Session:
 
     def _raise_failures(self) -> NoReturn:
         """Raise what failed first, once all workers have come to rest."""
-        number, epoch = next(self._numbers), self._supervisor.epoch
-        self._send(Frame(SYNC, epoch, number))
-        answers = self._answers(self._crew.links, number)
+        answers = self._answers(self._crew.links, self._sync_numbers(self._crew.links))
         told = [loads(answer.payload) for answer in answers if answer.kind == FAILED]
         self._supervisor.renew()
         raise self._error_of(told)
@@ -321,8 +334,8 @@ class Session:
             number = next(self._numbers)
             self._issued.append(_Issued(number, f"a read of {ref!r}", caller_line()))
             link = self._crew.links[worker]
-            self._send(Frame(GET, self._supervisor.epoch, number, self._dumps(ref)[0]), link)
-            (answer,) = self._answers([link], number)
+            self._send_to(link, Frame(GET, self._supervisor.epoch, number, self._dumps(ref)[0]))
+            (answer,) = self._answers([link], [number])
             if answer.kind != DONE or self._supervisor.first is not None:
                 self._raise_failures()
             return loads(answer.payload, answer.buffers)

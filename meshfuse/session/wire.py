@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,14 +60,6 @@ class Frame:
     freed: Sequence[int] = ()
 
 
-@dataclass(slots=True)
-class _Extras:
-    freed: Sequence[int] = ()
-    released: Sequence[int] = ()
-    sizes: Sequence[int] = ()
-    segment: tuple[Any, ...] = field(default_factory=tuple)
-
-
 class Connection:
     """A socket that carries frames in both directions. One thread at a time may receive; any may send."""
 
@@ -81,7 +73,7 @@ class Connection:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
         self._writer = SegmentWriter() if self._unix and is_available() else None
         self._reader = SegmentReader()
-        self._pending, self._fds = bytearray(), array.array("i")
+        self._pending, self._fds = b"", array.array("i")
         self._sending = threading.Lock()
         self._closing = threading.Lock()
 
@@ -89,72 +81,84 @@ class Connection:
         """The socket's number, -1 once it is closed."""
         return self.sock.fileno()
 
-    def send(self, frame: Frame, stalled: Callable[[], None] = lambda: None) -> None:
-        """Send a frame. Raises Closed; where the peer does not read, `stalled` is called now and then, and may raise.
+    def send(self, frame: Frame, stalled: Callable[[float], None] = lambda seconds: None) -> None:
+        """Send a frame. Raises Closed; where the peer does not read, `stalled` is called with the seconds so far.
 
         A send that `stalled` ends leaves half a frame behind: the connection cannot be used any more.
         """
         with self._sending:
             self._send(frame, stalled)
 
-    def _send(self, frame: Frame, stalled: Callable[[], None]) -> None:
-        buffers, fd = frame.buffers, None
-        released = self._reader.take_released() if self._reader.released else ()
-        if frame.freed or released or buffers:
-            extras, fd, buffers = self._extras(frame, released)
-        else:
-            extras = b""
-        header = _HEADER.pack(_MAGIC, frame.kind, frame.epoch, frame.number, len(extras), len(frame.payload))
-        parts = [header + extras + frame.payload] if len(frame.payload) < _CHUNK else [header + extras, frame.payload]
+    def _send(self, frame: Frame, stalled: Callable[[float], None]) -> None:
+        buffers, payload, fd, extras = frame.buffers, frame.payload, None, b""
+        if buffers:
+            extras, fd, buffers = self._extras(frame)
+        elif frame.freed or self._reader.released:
+            extras = marshal.dumps((frame.freed, self._reader.take_released(), (), ()))
+        header = _HEADER.pack(_MAGIC, frame.kind, frame.epoch, frame.number, len(extras), len(payload))
         try:
-            self._write([*parts, *buffers], fd, stalled)
+            if not buffers and fd is None and len(payload) < _CHUNK:
+                data = header + extras + payload
+                sent = self.sock.send(data)
+                if sent == len(data):
+                    return
+                self._write_rest([data], sent, stalled)
+            else:
+                self._write([header + extras, payload, *buffers], fd, stalled)
+        except BlockingIOError:  # after SO_SNDTIMEO
+            self._write([header + extras, payload], None, stalled)
         except OSError as error:
             raise Closed(str(error)) from None
         finally:
             if fd is not None:
                 os.close(fd)
 
-    def _extras(self, frame: Frame, released: Sequence[int]) -> tuple[bytes, int | None, Sequence[Buffer]]:
+    def _extras(self, frame: Frame) -> tuple[bytes, int | None, Sequence[Buffer]]:
         sizes, buffers = [len(buffer) for buffer in frame.buffers], frame.buffers
         segment, fd = (), None
         if self._writer is not None and sum(sizes) >= SHARED:
             placed, fd = self._writer.put(buffers)
             segment, buffers = (placed.number, placed.size, placed.dropped, fd is not None), ()
-        return marshal.dumps((tuple(frame.freed), tuple(released), sizes, segment)), fd, buffers
+        return marshal.dumps((frame.freed, self._reader.take_released(), sizes, segment)), fd, buffers
 
-    def _write(self, parts: Sequence[Buffer], fd: int | None, stalled: Callable[[], None]) -> None:
+    def _write(self, parts: Sequence[Buffer], fd: int | None, stalled: Callable[[float], None]) -> None:
         fds = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
-        total = sum(map(len, parts))
         sent = self._attempt(lambda: self.sock.sendmsg(parts, fds), stalled)
-        if sent == total:
-            return
+        if sent < sum(map(len, parts)):
+            self._write_rest(parts, sent, stalled)
+
+    def _write_rest(self, parts: Sequence[Buffer], sent: int, stalled: Callable[[float], None]) -> None:
         for part in parts:
             view, sent = memoryview(part)[sent:], max(0, sent - len(part))
             while view.nbytes:
                 view = view[self._attempt(lambda rest=view: self.sock.send(rest), stalled) :]
 
-    def _attempt(self, action: Callable[[], int], stalled: Callable[[], None]) -> int:
+    def _attempt(self, action: Callable[[], int], stalled: Callable[[float], None]) -> int:
+        start = time.monotonic()
         while True:
             try:
                 return action()
             except BlockingIOError:  # after SO_SNDTIMEO
-                stalled()
+                stalled(time.monotonic() - start)
 
     def receive(self) -> Frame:
         """The next frame. Raises Closed at the end of the connection, BadFrame for what is none."""
-        head = self._take(_HEADER.size)
-        magic, kind, epoch, number, extras_size, size = _HEADER.unpack(head)
+        if not self._pending:
+            self._pending += self._read(self._more)
+        while len(self._pending) < _HEADER.size:
+            self._pending += self._read(self._more)
+        magic, kind, epoch, number, extras_size, size = _HEADER.unpack_from(self._pending)
         if magic != _MAGIC or extras_size > MOST_EXTRAS or size > MOST_PAYLOAD:
             self.close()
-            raise BadFrame(f"no frame: it begins with {bytes(head[:16])!r}")
-        extras = marshal.loads(self._take(extras_size)) if extras_size else None
-        payload = self._take(size) if size else b""
-        if extras is None:
+            raise BadFrame(f"no frame: it begins with {bytes(self._pending[:16])!r}")
+        body = self._take(_HEADER.size + extras_size + size)
+        payload = body[_HEADER.size + extras_size :]
+        if not extras_size:
             return Frame(kind, epoch, number, payload)
-        freed, released, sizes, segment = extras
+        freed, released, sizes, segment = marshal.loads(body[_HEADER.size : _HEADER.size + extras_size])
         if released and self._writer is not None:
             self._writer.give_back(released)
-        return Frame(kind, epoch, number, payload, self._buffers(sizes, segment), freed)
+        return Frame(kind, epoch, number, payload, self._buffers(sizes, segment) if sizes else (), freed)
 
     def _buffers(self, sizes: Sequence[int], segment: Sequence[Any]) -> list[Buffer]:
         if sum(sizes) > MOST_BUFFERS:
@@ -170,35 +174,30 @@ class Connection:
         """The view, filled with what comes next."""
         have = min(len(self._pending), view.nbytes)
         view[:have] = self._pending[:have]
-        del self._pending[:have]
+        self._pending = self._pending[have:]
         while have < view.nbytes:
-            got = self._read(lambda: self.sock.recv_into(view[have:]))
-            if not got:
-                raise Closed("the peer has closed the connection")
-            have += got
+            have += self._read(lambda: self.sock.recv_into(view[have:]))
         return view
 
     def _take(self, size: int) -> bytes:
         while len(self._pending) < size:
-            data = self._read(lambda: self._more(size))
-            if not data:
-                raise Closed("the peer has closed the connection")
-            self._pending += data
-        data = bytes(memoryview(self._pending)[:size])
-        del self._pending[:size]
+            self._pending += self._read(lambda: self._more(size - len(self._pending)))
+        data, self._pending = self._pending[:size], self._pending[size:]
         return data
 
     def _read(self, action: Callable[[], Any]) -> Any:
         try:
-            return action()
+            data = action()
         except OSError as error:
             raise Closed(str(error)) from None
+        if not data:
+            raise Closed("the peer has closed the connection")
+        return data
 
-    def _more(self, size: int) -> bytes:
-        wanted = max(_CHUNK, size - len(self._pending))
+    def _more(self, size: int = 0) -> bytes:
         if not self._unix:
-            return self.sock.recv(wanted)
-        data, ancillary, _, _ = self.sock.recvmsg(wanted, _FDS)
+            return self.sock.recv(max(_CHUNK, size))
+        data, ancillary, _, _ = self.sock.recvmsg(max(_CHUNK, size), _FDS)
         for level, kind, found in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._fds.frombytes(found[: len(found) - len(found) % self._fds.itemsize])
@@ -215,16 +214,21 @@ class Connection:
         self.sock.close()
 
 
-def await_frame(connection: Connection, deadline: float, wake: int | None = None) -> bool:
-    """Wait until a frame comes; False where the file `wake` becomes readable first. Raises Late at the deadline."""
-    if connection.is_ready():
-        return True
-    poll = select.poll()
-    poll.register(connection.sock, select.POLLIN)
-    if wake is not None:
-        poll.register(wake, select.POLLIN)
-    left = deadline - time.monotonic()
-    found = dict(poll.poll(max(0.0, left) * 1000))
-    if not found:
-        raise Late
-    return connection.fileno() in found
+class Waiter:
+    """Waits for a frame, or until the file `wake` becomes readable."""
+
+    def __init__(self, connection: Connection, wake: int | None = None):
+        self._connection, self._poll = connection, select.poll()
+        self._poll.register(connection.sock, select.POLLIN)
+        if wake is not None:
+            self._poll.register(wake, select.POLLIN)
+
+    def wait(self, deadline: float) -> bool:
+        """Whether a frame has come; False where `wake` became readable first. Raises Late at the deadline."""
+        if self._connection.is_ready():
+            return True
+        found = self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        if not found:
+            raise Late
+        own = self._connection.fileno()
+        return found[0][0] == own or found[-1][0] == own

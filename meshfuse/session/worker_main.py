@@ -84,7 +84,7 @@ def _listen(executor: Executor, control: Connection) -> None:
         _end_soon()
 
 
-def _drop() -> None:
+def _drop(seconds: float) -> None:
     raise Closed("the controller does not read")
 
 
