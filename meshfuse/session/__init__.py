@@ -11,10 +11,10 @@ from .dref import DRef
 from .errors import ConnectionRefused, Released, SessionError, WorkerError, WorkerLost, WorkerTimeout
 from .registry import register_global_func
 from .registry import register_global_func as register_func
-from .session import ProcessSession, Session, ThreadedSession
+from .session import ProcessSession, RemoteDefinition, Session, SocketSession, ThreadedSession
 
 __all__ = [
-    "ConnectionRefused", "DRef", "ProcessSession", "Released", "Session", "SessionError", "ThreadedSession",
-    "WorkerError", "WorkerLost", "WorkerTimeout", "group_id", "num_workers", "register_func", "register_global_func",
-    "worker_id",
+    "ConnectionRefused", "DRef", "ProcessSession", "Released", "RemoteDefinition", "Session", "SessionError",
+    "SocketSession", "ThreadedSession", "WorkerError", "WorkerLost", "WorkerTimeout", "group_id", "num_workers",
+    "register_func", "register_global_func", "worker_id",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from .errors import WorkerLost
 from .executor import Executor
 from .forkserver import START_LIMIT, ForkServer
 from .links import Link, SocketLink, ThreadLink, place_of
+from .nodes import Nodes
 from .output import OutputCollector
 from .supervisor import Notices, Supervisor
 from .wire import Connection
@@ -157,6 +158,29 @@ def processes(engine: LocalEngine, size: int, groups: int, limit: float) -> Crew
     return crew
 
 
+def sockets(engine: LocalEngine | None, nodes: Nodes, groups: int, limit: float) -> Crew:
+    """Worker 0 as a thread, others of its host by a fork server, and those of other hosts by their nodes."""
+    store, address = make_store(nodes.host)
+    supervisor, output = Supervisor(), OutputCollector()
+    per_node, size = nodes.per_node, nodes.per_node * (len(nodes.nodes) + 1)
+    own = [
+        WorkerSpec(worker, size, groups, limit, address, nodes.host, (worker, per_node)) for worker in range(per_node)
+    ]
+    crew = Crew([], supervisor, [*([engine.server] if engine else []), *nodes.nodes], [output.close])
+    try:
+        remote = engine.start(own[1:], output, supervisor.wake_read) if engine else []
+        remote += nodes.start(WorkerSpec(0, size, groups, limit, address, "", (0, per_node)), supervisor.wake_read)
+        crew.links = [ThreadLink(_local(own[0], store, supervisor)), *remote]
+        await_ready(remote)
+    except BaseException:
+        crew.close(in_order=False)
+        raise
+    if engine is not None:
+        crew.closers.append(engine.server.kill)
+    supervisor.watch(crew.links, crew.notices)
+    return crew
+
+
 def await_ready(links: Sequence[SocketLink]) -> None:
     """Wait until these workers have started. Raises WorkerLost."""
     deadline = time.monotonic() + START_LIMIT
@@ -167,5 +191,3 @@ def await_ready(links: Sequence[SocketLink]) -> None:
             lost = WorkerLost(f"worker {link.worker} did not start: {error}")
             lost.worker, lost.how = link.worker, str(error)
             raise lost from None
-
-

@@ -31,10 +31,10 @@ class DRef:
     A DRef to a function can be called, as `Session.call_packed`.
     """
 
-    __slots__ = ("__weakref__", "_generation", "_session", "_what", "number")
+    __slots__ = ("__weakref__", "_generation", "_session", "_what", "number", "placed")
 
-    def __init__(self, session: Owner, number: int, what: str = ""):
-        self._session, self.number, self._what = session, number, what
+    def __init__(self, session: Owner, number: int, what: str = "", placed: Any = None):
+        self._session, self.number, self._what, self.placed = session, number, what, placed
         self._generation = session.generation
 
     @property

@@ -39,7 +39,7 @@ class WorkerError(MeshfuseError):
 
 
 class WorkerLost(SessionError):
-    """A worker's process has ended, or its connection is gone. `worker` is its number, `how` what is known of its end."""
+    """A worker's process has ended, or its connection is gone. `worker` is its number, `how` what became of it."""
 
     worker: int = -1
     how: str = ""

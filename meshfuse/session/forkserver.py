@@ -40,7 +40,10 @@ class ForkServer:
 
     def __init__(self) -> None:
         mine, its = socket.socketpair()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from meshfuse.session.forkserver import main; main({its.fileno()})"
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}\n"
+            f"from meshfuse.session.forkserver import main\nmain({its.fileno()})"
+        )
         variables = dict(os.environ)
         variables.setdefault("OMP_NUM_THREADS", "1")
         variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -101,6 +104,10 @@ class ForkServer:
     def how_ended(self, worker: int) -> str | None:
         """How a worker's process ended, if that is known."""
         return self._ended.get(worker)
+
+    def all_ended(self) -> dict[int, str]:
+        """How the workers that have ended did so."""
+        return dict(self._ended)
 
     def pids(self) -> dict[int, int]:
         """The numbers of the processes that run, by worker."""

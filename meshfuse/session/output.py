@@ -8,6 +8,7 @@ import select
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 _GATHER = 0.1  # Seconds that a line waits for the same line of other workers.
@@ -30,9 +31,10 @@ class _Waiting:
 
 
 class OutputCollector:
-    """Reads the workers' pipes in a thread of its own, and writes to this process' sys.stdout and sys.stderr."""
+    """Reads the workers' pipes in a thread of its own, and gives each line to `show` (else to this process' output)."""
 
-    def __init__(self) -> None:
+    def __init__(self, show: Callable[[bool, str], None] | None = None):
+        self._show_line = show or show_line
         self._pipes: dict[int, _Pipe] = {}
         self._poll = select.poll()
         self._read, self._write = os.pipe()
@@ -90,10 +92,7 @@ class OutputCollector:
     def _show(self) -> None:
         waiting, self._waiting = self._waiting.workers, _Waiting()
         for (is_error, line), workers in waiting.items():
-            stream = sys.stderr if is_error else sys.stdout
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.write(f"[{names(workers)}] {line}\n")
-                stream.flush()
+            self._show_line(is_error, f"[{names(workers)}] {line}\n")
 
     def _drain(self) -> None:
         """What ended workers have left in their pipes."""
@@ -110,6 +109,14 @@ class OutputCollector:
         self._thread.join(2.0)
         os.close(self._read)
         os.close(self._write)
+
+
+def show_line(is_error: bool, text: str) -> None:
+    """Write a line to this process' own output, as a notebook or a test has set it."""
+    stream = sys.stderr if is_error else sys.stdout
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        stream.write(text)
+        stream.flush()
 
 
 def names(workers: list[int]) -> str:

@@ -130,4 +130,3 @@ def _tensor(
         made = made.to(device)
     is_parameter, requires_grad = kind
     return torch.nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
-

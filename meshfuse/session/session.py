@@ -1,301 +1,35 @@
-"""`Session`: one controller calls functions on many workers, which all run the same calls in the same order.
-
-A call is issued without waiting, and returns a DRef to what it gives on each worker. What it raised comes at the next
-wait: a sync, or a read of a value. As TVM's Disco has it (github.com/apache/tvm, runtime/disco).
-"""
+"""`Session`: tensors, collectives and definitions on workers; and its kinds, by where the workers are."""
 
 from __future__ import annotations
 
-import atexit
-import itertools
-import threading
-import time
-import types
+import os
 import weakref
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ..argument_checks import as_int
-from ..errors import ArgumentError, SourceLine, caller_line, shown, user_error
+from ..errors import ArgumentError, caller_line, shown, user_error
+from ..fusion_definition import FusionDefinition
 from ..runtime.environment import DEFAULT_TIMEOUT
-from . import builtin
-from .crew import Crew, LocalEngine, processes, threads
+from ..sharding.data import shard, unshard
+from ..sharding.value import Sharding
+from . import builtin, collectives, distributed
+from .controller import Controller
+from .crew import Crew, LocalEngine, processes, sockets, threads
+from .distributed import Placed
 from .dref import DRef
-from .errors import Raised, SessionError, WorkerError, WorkerLost, WorkerTimeout, rebuild
-from .functions import is_importable
-from .links import Link, Woken
-from .messages import CALL, CALL_AND_SYNC, DONE, FAILED, GET, SYNC
-from .pickling import dumps, dumps_call, loads
-from .registry import registered
-from .wire import Closed, Frame, Late
-
-_REMEMBERED = 4096  # Issued calls whose lines are known.
-_open: weakref.WeakSet[Session] = weakref.WeakSet()
+from .handshake import TOKEN, token_of
+from .nodes import Nodes
+from .safetensors import find
 
 
-@dataclass(frozen=True, slots=True)
-class _Issued:
-    number: int
-    what: str
-    line: SourceLine
+class Session(Controller):
+    """A controller's calls, and what workers hold: tensors, shards of global tensors, definitions.
 
-
-class _Pickling(threading.local):
-    by: object = None
-
-
-_pickling = _Pickling()
-
-
-class Session:
-    """Workers that run what their controller, this process, says. Worker 0 is in this process.
-
-    num_workers, num_groups: the workers stand in so many groups of equal size, in order.
-    timeout: seconds that a wait for workers takes at most; their start does not count.
-
-    A session ends by `shutdown`, at the end of a `with` block, or with its process. Calls of several threads come one
-    after the other. Methods raise SessionError once the session has ended, WorkerLost once a worker has.
+    `in_group`: a collective is of each group of workers by itself; False for one of all workers.
     """
-
-    def __init__(self, num_workers: int, num_groups: int, timeout: float):
-        line = caller_line()
-        self.num_workers = _count(num_workers, "num_workers", line)
-        self.num_groups = _count(num_groups, "num_groups", line)
-        if self.num_workers % self.num_groups:
-            raise user_error(
-                "groups of a session must be of one size", f"{num_workers} workers in {num_groups} groups",
-                "a number of groups that divides the number of workers", "", line, ArgumentError,
-            )  # fmt: skip
-        if not isinstance(timeout, (int, float)) or not timeout > 0:
-            raise user_error("a session's timeout", shown(timeout), "seconds above 0", "", line, ArgumentError)
-        self.timeout, self.generation = float(timeout), 0
-        self._lock = threading.RLock()
-        self._numbers, self._registers = itertools.count(1), itertools.count(1)
-        self._freed: deque[int] = deque()
-        self._issued: deque[_Issued] = deque(maxlen=_REMEMBERED)
-        self._broken: str | None = None
-        self._setup: list[tuple[Any, tuple[Any, ...]]] = []
-        self._crew = self._start()
-        self._end = weakref.finalize(self, Crew.close, self._crew, False)
-        self._end.atexit = False
-        _open.add(self)
-
-    def _start(self) -> Crew:
-        raise NotImplementedError
-
-    # Calls
-
-    def get_global_func(self, name: str) -> DRef:
-        """The function registered under that name, on every worker; the DRef can be called.
-
-        A module that registers it and is imported here is imported on the workers, too. A function of this script or
-        notebook is sent as it is.
-        """
-        function = registered(name)
-        if isinstance(function, types.FunctionType) and not is_importable(function):
-            self._setup.append((builtin.define_function, (name, function)))
-            return self._call(builtin.define_function, (name, function), {}, name)
-        module = getattr(function, "__module__", None)
-        return self._call(builtin.get_function, (name, module), {}, name)
-
-    def call_packed(self, function: Any, *args: Any, **kwargs: Any) -> DRef:
-        """Call a function on every worker: a DRef to one, or a function itself.
-
-        In the arguments, however deep, a DRef stands for what each worker has in it. All else is copied to each worker.
-        """
-        what = getattr(function, "_what", None) or getattr(function, "__name__", type(function).__name__)
-        return self._call(function, args, kwargs, what)
-
-    call = call_packed
-
-    def import_python_module(self, name: str) -> None:
-        """Import a module on every worker; it may register functions."""
-        self._setup.append((builtin.import_module, (name,)))
-        self._call(builtin.import_module, (name,), {}, f"import {name}")
-
-    def _call(self, function: Any, args: Any, kwargs: Any, what: str, only: Link | None = None) -> DRef:
-        with self._lock:
-            self.check_open()
-            ref = DRef(self, next(self._registers), what)
-            number = next(self._numbers)
-            self._issued.append(_Issued(number, what, caller_line()))
-            _pickling.by = self
-            try:
-                payload, buffers = dumps_call(function, args, kwargs, ref.number, DRef)
-            finally:
-                _pickling.by = None
-            self._send_call(Frame(CALL, self._supervisor.epoch, number, payload, buffers, self._take_freed()), only)
-            return ref
-
-    def _send_call(self, frame: Frame, only: Link | None) -> None:
-        """Send a call. A worker that owes no answer answers it: a sync that comes next has one message less."""
-        asking = replace(frame, kind=CALL_AND_SYNC)
-        # Threads last: they would take the interpreter's lock from the sends.
-        for link in reversed(self._crew.links) if only is None else (only,):
-            link.last = frame.number
-            if link.asked:
-                self._send_to(link, frame)
-            else:
-                link.asked = frame.number
-                self._send_to(link, asking)
-        if only is not None and frame.freed:
-            self._freed.extend(frame.freed)  # The others have not heard of these.
-
-    def _dumps(self, value: Any) -> tuple[bytes, list[memoryview]]:
-        _pickling.by = self
-        try:
-            return dumps(value)
-        finally:
-            _pickling.by = None
-
-    def is_pickling(self) -> bool:
-        """Whether this thread is writing a call of this session."""
-        return _pickling.by is self
-
-    def _send_to(self, link: Link, frame: Frame) -> None:
-        try:
-            link.send(frame, self._stalled)
-        except Closed:
-            self._lost(link)
-        except Late:
-            self._broken = f"worker {link.worker} did not read its commands for {self.timeout:g} s"
-            raise self._timed_out([link]) from None
-
-    def _stalled(self, seconds: float) -> None:
-        """What a send calls that has not moved for so many seconds."""
-        if self._supervisor.lost:
-            self._lost(self._crew.links[min(self._supervisor.lost)])
-        if seconds > self.timeout:
-            raise Late
-
-    def _take_freed(self) -> tuple[int, ...]:
-        freed = []
-        while self._freed:
-            freed.append(self._freed.popleft())
-        return tuple(freed)
-
-    def free(self, number: int, generation: int) -> None:
-        """Let the workers drop a register with the next command. For DRefs; takes no lock."""
-        if generation == self.generation:
-            self._freed.append(number)
-
-    # Waits
-
-    def sync_worker_0(self) -> None:
-        """Wait until worker 0 has done all calls. Raises WorkerError with what a call raised on any worker."""
-        self.sync([0])
-
-    def sync(self, workers: Sequence[int] | None = None) -> None:
-        """Wait until all workers, or these, have done all calls. Raises WorkerError with what a call raised."""
-        with self._lock:
-            self.check_open()
-            links = self._crew.links if workers is None else [self._crew.links[worker] for worker in workers]
-            answers = self._answers(links, self._sync_numbers(links))
-            if self._supervisor.first is not None or any(answer.kind != DONE for answer in answers):
-                self._raise_failures()
-
-    def _sync_numbers(self, links: Sequence[Link]) -> list[int]:
-        return [self._sync_number(link) for link in reversed(links)][::-1]
-
-    def _sync_number(self, link: Link) -> int:
-        """The number of the command whose answer says that a worker has done all that it was sent."""
-        if link.asked and link.asked == link.last:
-            return link.asked
-        number = next(self._numbers)
-        self._send_to(link, Frame(SYNC, self._supervisor.epoch, number))
-        return number
-
-    def _answers(self, links: Sequence[Link], numbers: Sequence[int]) -> list[Frame]:
-        """The answers of workers to one command each."""
-        deadline = time.monotonic() + self.timeout
-        answers: list[Frame] = []
-        try:
-            for link, number in zip(links, numbers, strict=True):
-                answers.append(self._answer(link, number, deadline))
-        except Late:
-            left = list(zip(links, numbers, strict=True))[len(answers) :]
-            missing = [link for link, number in left if not self._has_answered(link, number)]
-            raise self._timed_out(missing or [left[0][0]]) from None
-        except KeyboardInterrupt:
-            self._abandon(max(numbers))
-            raise
-        return answers
-
-    def _answer(self, link: Link, number: int, deadline: float) -> Frame:
-        while True:
-            try:
-                return link.answer(number, deadline)
-            except Woken:
-                self._supervisor.clear_wake()
-                if self._supervisor.lost:
-                    self._lost(self._crew.links[min(self._supervisor.lost)])
-            except Closed:
-                self._lost(link)
-
-    def _has_answered(self, link: Link, number: int) -> bool:
-        try:
-            self._answer(link, number, time.monotonic())
-        except Late:
-            return False
-        return True
-
-    def _abandon(self, number: int) -> None:
-        """Ctrl-C: end the calls that run, and forget what they raise."""
-        self._supervisor.release(self._supervisor.epoch, "the controller was interrupted")
-        for link in self._crew.links:
-            link.cancel(number)
-        self._supervisor.renew()
-
-    def _raise_failures(self) -> NoReturn:
-        """Raise what failed first, once all workers have come to rest."""
-        answers = self._answers(self._crew.links, self._sync_numbers(self._crew.links))
-        told = [loads(answer.payload) for answer in answers if answer.kind == FAILED]
-        self._supervisor.renew()
-        raise self._error_of(told)
-
-    def _error_of(self, told: Sequence[Raised]) -> SessionError | WorkerError:
-        own = sorted((raised for raised in told if not raised.released), key=lambda raised: (raised.call, raised.worker))
-        if not own:
-            reasons = "; ".join(sorted({raised.text for raised in told})) or "no worker says why"
-            return SessionError(f"calls were skipped: {reasons}", caller_line())
-        errors = {raised.worker: self._rebuilt(raised) for raised in own}
-        first = errors[own[0].worker]
-        first.failures = errors
-        return first
-
-    def _rebuilt(self, raised: Raised) -> WorkerError:
-        issued = next((call for call in self._issued if call.number == raised.call), None)
-        what = "" if issued is None else f"{issued.what} at {issued.line}"
-        return rebuild(raised, issued.line if issued is not None else caller_line(), what)
-
-    def _lost(self, link: Link) -> NoReturn:
-        """Raise WorkerLost for a worker whose connection is closed; the session cannot go on."""
-        self._supervisor.lose(link.worker)
-        worker = min(self._supervisor.lost)
-        how = self._supervisor.lost[worker]
-        self._broken = f"worker {worker} is gone: {how}"
-        error = WorkerLost(f"{self._broken}. Call restart() for new workers", caller_line())
-        error.worker, error.how = worker, how
-        raise error
-
-    def _timed_out(self, missing: Sequence[Link]) -> WorkerTimeout:
-        for link in missing:
-            link.ask_where()
-        states = "; ".join(f"worker {link.worker} {self._state(link)}" for link in missing)
-        error = WorkerTimeout(
-            f"workers did not answer within {self.timeout:g} s: {states}. The other workers are released", caller_line()
-        )
-        error.workers = tuple(link.worker for link in missing)
-        self._supervisor.release(self._supervisor.epoch, f"{error}")
-        self._supervisor.renew()
-        return error
-
-    def _state(self, link: Link) -> str:
-        return link.where() or "does not answer at all (it is stopped, or its Python does not run)"
 
     # Values
 
@@ -327,78 +61,170 @@ class Session:
         args = (tuple(shape), builtin.as_dtype(dtype), place, worker0_only, in_group)
         return self._call(builtin.empty, args, {}, "empty")
 
-    def fetch(self, ref: DRef, worker: int) -> Any:
-        """What a worker has in a DRef's register, as a copy."""
-        with self._lock:
-            self.check_open()
-            number = next(self._numbers)
-            self._issued.append(_Issued(number, f"a read of {ref!r}", caller_line()))
-            link = self._crew.links[worker]
-            self._send_to(link, Frame(GET, self._supervisor.epoch, number, self._dumps(ref)[0]))
-            (answer,) = self._answers([link], [number])
-            if answer.kind != DONE or self._supervisor.first is not None:
-                self._raise_failures()
-            return loads(answer.payload, answer.buffers)
+    # Collectives
 
-    def put(self, ref: DRef, worker: int, value: Any) -> None:
-        """Put a value into a DRef's register of one worker."""
-        ref.check()
-        self._call(builtin.fill, (ref.number, value), {}, f"a copy to worker {worker}", self._crew.links[worker])
+    def init_ccl(self, ccl: str = "gloo", *device_ids: int) -> None:
+        """Connect the workers' groups: "gloo" for CPU tensors, "nccl" for GPUs, one for each worker.
+
+        Without it they are connected by the first collective.
+        """
+        if ccl not in ("gloo", "nccl") or (device_ids and len(device_ids) != self.num_workers):
+            raise user_error("init_ccl", f"{shown(ccl)} with {len(device_ids)} devices",
+                             '"gloo" or "nccl", and no devices or one for each worker', "", caller_line(),
+                             ArgumentError)  # fmt: skip
+        self._setup.append((collectives.init_ccl, (ccl, device_ids)))
+        self._call(collectives.init_ccl, (ccl, device_ids), {}, "init_ccl")
+
+    def allreduce(self, src: DRef, dst: DRef | None = None, op: str = "sum", in_group: bool = True) -> DRef:
+        """Reduce the workers' tensors into `dst` (None: a new one) of each. op: sum, prod, min, max or avg."""
+        if op not in collectives.OPS:
+            raise user_error("allreduce: op", shown(op), f"one of {', '.join(collectives.OPS)}", "", caller_line(),
+                             ArgumentError)  # fmt: skip
+        return self._call(collectives.allreduce, (src, dst, op, in_group), {}, "allreduce")
+
+    def allgather(self, src: DRef, dst: DRef | None = None, in_group: bool = True) -> DRef:
+        """Put the workers' tensors, of any sizes, behind each other along dim 0, into `dst` of each."""
+        return self._call(collectives.allgather, (src, dst, in_group), {}, "allgather")
+
+    def broadcast_from_worker0(self, src: DRef, dst: DRef | None = None, in_group: bool = True) -> DRef:
+        """Copy the tensor of the first worker into `dst` of all."""
+        return self._call(collectives.broadcast, (src, dst, in_group), {}, "broadcast_from_worker0")
+
+    def scatter_from_worker0(self, src: DRef, dst: DRef, in_group: bool = True) -> DRef:
+        """Cut the tensor of the first worker into parts of the sizes of the workers' `dst`, in order."""
+        return self._call(collectives.scatter, (src, dst, in_group), {}, "scatter_from_worker0")
+
+    def gather_to_worker0(self, src: DRef, dst: DRef | None = None, in_group: bool = True) -> DRef:
+        """Put the workers' tensors, of any sizes, behind each other into `dst` of the first worker."""
+        return self._call(collectives.gather, (src, dst, in_group), {}, "gather_to_worker0")
+
+    def broadcast(self, array: torch.Tensor, dst: DRef | None = None, in_group: bool = True) -> DRef:
+        """Copy a tensor of this process to all workers, by way of worker 0 (the first of each group)."""
+        return self.broadcast_from_worker0(self._on_firsts(array, "broadcast", in_group), dst, in_group)
+
+    def scatter(self, array: torch.Tensor, dst: DRef, in_group: bool = True) -> DRef:
+        """Cut a tensor of this process into the workers' `dst`, by way of worker 0 (the first of each group)."""
+        return self.scatter_from_worker0(self._on_firsts(array, "scatter", in_group), dst, in_group)
+
+    def _on_firsts(self, array: torch.Tensor, what: str, in_group: bool) -> DRef:
+        """A tensor on worker 0; if `in_group` on the first worker of each group."""
+        _check_tensor(array, what)
+        size = self.num_workers // self.num_groups if in_group else self.num_workers
+        return self._call_each(
+            builtin.constant, [(array if worker % size == 0 else None,) for worker in range(self.num_workers)], what
+        )
+
+    def send_to_next_group(self, src: DRef, dst: DRef) -> DRef:
+        """Each worker's `src` goes into the `dst` of the worker of the same place in the next group."""
+        return self._call(collectives.pass_on, (src, dst, 1), {}, "send_to_next_group")
+
+    def send_to_previous_group(self, src: DRef, dst: DRef) -> DRef:
+        """Each worker's `src` goes into the `dst` of the worker of the same place in the group before."""
+        return self._call(collectives.pass_on, (src, dst, -1), {}, "send_to_previous_group")
+
+    def send_to_worker(self, src: DRef, sender: int, dst: DRef, receiver: int) -> DRef:
+        """One worker's `src` goes into another one's `dst`."""
+        for worker in (sender, receiver):
+            src._worker(worker)
+        return self._call(collectives.send_between, (src, dst, sender, receiver), {}, "send_to_worker")
+
+    # Distributed tensors and definitions
+
+    def distribute_tensor(self, tensor: torch.Tensor, sharding: Sharding) -> DRef:
+        """Give each worker its shard of a global tensor. The ranks of the sharding's mesh are the workers."""
+        _check_tensor(tensor, "distribute_tensor")
+        self._check_sharding(sharding, "distribute_tensor")
+        placed = Placed(sharding.placement(tuple(tensor.shape)), tuple(tensor.shape))
+        parts = [(self._shard(tensor, placed.sharding, worker),) for worker in range(self.num_workers)]
+        return self._call_each(builtin.constant, parts, "distribute_tensor", placed)
+
+    def _shard(self, tensor: torch.Tensor, sharding: Sharding, worker: int) -> torch.Tensor | None:
+        return shard(tensor, sharding, worker) if worker in sharding.mesh else None
+
+    def _check_sharding(self, sharding: Any, what: str) -> None:
+        ranks = max(sharding.mesh.ranks) + 1 if isinstance(sharding, Sharding) and not sharding.partial else 0
+        if not 0 < ranks <= self.num_workers:
+            found = shown(sharding) if not ranks else f"a mesh of ranks up to {ranks - 1}"
+            raise user_error(what, found, f"a Sharding, not partial, on the {self.num_workers} workers", "",
+                             caller_line(), ArgumentError)  # fmt: skip
+
+    def load_shards(self, path: str | os.PathLike[str], shardings: Mapping[str, Sharding]) -> list[DRef]:
+        """Read tensors of safetensors files by name; each worker reads its shards alone, and keeps them.
+
+        path: a file, or an index of several, which every worker can open. Raises CheckpointError for what is not there.
+        """
+        for sharding in shardings.values():
+            self._check_sharding(sharding, "load_shards")
+        stored = find(path, list(shardings))
+        return [
+            self._call(distributed.load_shard, (stored[name], sharding), {}, f"load_shards of {name}",
+                       placed=Placed(sharding.placement(stored[name].shape), stored[name].shape))
+            for name, sharding in shardings.items()
+        ]  # fmt: skip
+
+    def load_definition(self, fd: FusionDefinition) -> RemoteDefinition:
+        """A definition on all workers. They make it from its text, so its ops must be registered there.
+
+        Call it with DRefs of shards, or with global tensors, which are cut here; numbers go to all.
+        """
+        if not isinstance(fd, FusionDefinition):
+            raise user_error("load_definition", shown(fd), "a FusionDefinition", "", caller_line(), ArgumentError)
+        return RemoteDefinition(self, fd, self._call(distributed.make_definition, (repr(fd),), {}, "load_definition"))
+
+    def load_module(self, *_: Any, **__: Any) -> DRef:
+        """PyTorch models on workers are not there yet. Raises ArgumentError."""
+        raise user_error(
+            "load_module", "a PyTorch model", "a definition", "Make the model in a function that s.call runs.",
+            caller_line(), ArgumentError,
+        )  # fmt: skip
 
     def whole(self, ref: DRef) -> torch.Tensor:
         """The global tensor of a distributed one."""
-        raise user_error("no distributed tensor", repr(ref), "one of distribute_tensor", "", caller_line(),
-                         ArgumentError)  # fmt: skip
+        placed = ref.placed() if callable(ref.placed) else ref.placed
+        if placed is None:
+            raise user_error(
+                "full_tensor of a DRef that is not distributed", repr(ref),
+                "one of distribute_tensor, load_shards or a definition", "Read one worker's value: d[i].",
+                caller_line(), ArgumentError,
+            )  # fmt: skip
+        shards = {worker: self.fetch(ref, worker) for worker in placed.readers()}
+        return unshard(shards, placed.sharding, placed.shape)
 
-    # Life
 
-    @property
-    def _supervisor(self) -> Any:
-        return self._crew.supervisor
+class RemoteDefinition:
+    """A definition on a session's workers; calling it gives a DRef for each output, or the one of the only output."""
 
-    def check_open(self) -> None:
-        """Raises SessionError for a session that has ended or lost a worker."""
-        if self._crew.is_closed:
-            raise SessionError("this session has ended: found no workers, needed a new session", caller_line())
-        if self._supervisor.lost:
-            self._lost(self._crew.links[min(self._supervisor.lost)])
-        if self._broken is not None:
-            raise SessionError(f"{self._broken}. Call restart() for new workers", caller_line())
+    def __init__(self, session: Session, fd: FusionDefinition, made: DRef):
+        self._session, self._fd, self._made = session, fd, made
+        self._count = len(fd.recording.outputs)
 
-    def restart(self) -> None:
-        """End all workers at once and start new ones, which import the modules and have the functions of before.
+    def __call__(self, *arguments: Any) -> Any:
+        """Run it on all workers; waits for nothing."""
+        if len(arguments) != len(self._fd.recording.inputs):
+            raise user_error("a definition on workers", f"{len(arguments)} arguments",
+                             f"{len(self._fd.recording.inputs)}", "", caller_line(), ArgumentError)  # fmt: skip
+        results = self._session.call_packed(self._made, *self._distributed(arguments))
+        found = [self._output(results, index) for index in range(self._count)]
+        return found[0] if self._count == 1 else tuple(found)
 
-        DRefs of before can no longer be used.
-        """
-        with self._lock:
-            self._end.detach()
-            self._crew.close(in_order=False)
-            self.generation += 1
-            self._freed.clear()
-            self._broken = None
-            self._crew = self._start()
-            self._end = weakref.finalize(self, Crew.close, self._crew, False)
-            self._end.atexit = False
-            for function, args in self._setup:
-                self._call(function, args, {}, "restart")
+    def _distributed(self, arguments: Sequence[Any]) -> list[Any]:
+        shardings = distributed.input_shardings(self._fd, arguments)
+        return [
+            self._session.distribute_tensor(value, shardings[place]) if place in shardings else value
+            for place, value in enumerate(arguments)
+        ]
 
-    def shutdown(self) -> None:
-        """End the workers after the calls that were issued. Several calls do no harm."""
-        with self._lock:
-            self._crew.close()
-            self._end.detach()
-            _open.discard(self)
+    def _output(self, results: DRef, index: int) -> DRef:
+        ref = self._session.call_packed(distributed.item, results, index)
+        ref.placed = lambda: self._placed(index)
+        return ref
 
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
+    def _placed(self, index: int) -> Placed:
+        """How an output lies on the workers, as worker 0 has planned it."""
+        return self._session.call_packed(distributed.placed_outputs, self._made).debug_get_from_remote(0)[index]
 
     def __repr__(self) -> str:
-        state = "ended" if self._crew.is_closed else self._broken or ""
-        groups = f" in {self.num_groups} groups" if self.num_groups > 1 else ""
-        return f"<{type(self).__name__} of {self.num_workers} workers{groups}{f', {state}' if state else ''}>"
+        return f"<definition of {self._count} outputs on {self._session!r}>"
 
 
 class ThreadedSession(Session):
@@ -438,11 +264,51 @@ class ProcessSession(Session):
             self._engine.server.close()
 
 
-def _count(value: Any, name: str, line: SourceLine) -> int:
-    number = as_int(value)
-    if number is None or not 1 <= number <= 4096:
-        raise user_error(f"a session's {name}", shown(value), "a number from 1 to 4096", "", line, ArgumentError)
-    return number
+class SocketSession(Session):
+    """Workers on several hosts. This process' host is the first; the others run `python -m meshfuse.session.remote`.
+
+    num_nodes, num_workers_per_node: hosts, this one included, and the workers of each.
+    host, port: the address of this host at which the others connect (port 0: any free one, then `s.port`).
+    token: a secret that both sides know; MESHFUSE_TOKEN if None, and a new one, which is printed, if that is not set.
+
+    Waits for the other hosts when it is made. Raises SessionError where they do not come.
+    """
+
+    def __init__(
+        self, num_nodes: int, num_workers_per_node: int, num_groups: int = 1, host: str = "127.0.0.1", port: int = 0,
+        token: str | None = None, timeout: float = DEFAULT_TIMEOUT,
+    ):  # fmt: skip
+        count = (as_int(num_nodes) or 0) * (as_int(num_workers_per_node) or 0)
+        is_new = token is None and not os.environ.get(TOKEN)
+        self._nodes: Nodes | None = None
+        self._engine: LocalEngine | None = None
+        self._make_nodes = lambda: Nodes(
+            num_nodes - 1, num_workers_per_node, host, port, token_of(token), is_new
+        )  # fmt: skip
+        super().__init__(count, num_groups, timeout)
+
+    @property
+    def port(self) -> int:
+        """Where this session listens."""
+        assert self._nodes is not None
+        return self._nodes.port
+
+    def _start(self) -> Crew:
+        if self._nodes is None:
+            self._nodes = self._make_nodes()
+            weakref.finalize(self, self._nodes.close).atexit = False
+        if self._nodes.per_node > 1 and (self._engine is None or self._engine.server.process.poll() is not None):
+            self._engine = LocalEngine()
+            weakref.finalize(self, self._engine.server.close).atexit = False
+        return sockets(self._engine, self._nodes, self.num_groups, self.timeout)
+
+    def shutdown(self) -> None:
+        """End the workers after the calls that were issued, on all hosts. Several calls do no harm."""
+        super().shutdown()
+        if self._nodes is not None:
+            self._nodes.close()
+        if self._engine is not None:
+            self._engine.server.close()
 
 
 def _check_tensor(value: Any, what: str) -> None:
@@ -452,10 +318,3 @@ def _check_tensor(value: Any, what: str) -> None:
 
 def _described(value: Any) -> str:
     return f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
-
-
-@atexit.register
-def _end_all() -> None:
-    """Threads that are inside of a collective when the interpreter ends would end the process by SIGABRT."""
-    for session in list(_open):
-        session.shutdown()

@@ -176,7 +176,7 @@ class Connection:
         view[:have] = self._pending[:have]
         self._pending = self._pending[have:]
         while have < view.nbytes:
-            have += self._read(lambda: self.sock.recv_into(view[have:]))
+            have += self._read(lambda rest=view[have:]: self.sock.recv_into(rest))
         return view
 
     def _take(self, size: int) -> bytes:

@@ -10,7 +10,6 @@ import sys
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType
 
 import torch.distributed as dist
 
