@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from . import autograd, optim, rpc
 from .builtin import group_id, num_workers, worker_id
 from .dref import DRef
 from .errors import ConnectionRefused, Released, SessionError, WorkerError, WorkerLost, WorkerTimeout
@@ -15,6 +16,6 @@ from .session import ProcessSession, RemoteDefinition, Session, SocketSession, T
 
 __all__ = [
     "ConnectionRefused", "DRef", "ProcessSession", "Released", "RemoteDefinition", "Session", "SessionError",
-    "SocketSession", "ThreadedSession", "WorkerError", "WorkerLost", "WorkerTimeout", "group_id", "num_workers",
-    "register_func", "register_global_func", "worker_id",
+    "SocketSession", "ThreadedSession", "WorkerError", "WorkerLost", "WorkerTimeout", "autograd", "group_id",
+    "num_workers", "optim", "register_func", "register_global_func", "rpc", "worker_id",
 ]  # fmt: skip

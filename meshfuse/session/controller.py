@@ -26,7 +26,7 @@ from .errors import Raised, SessionError, WorkerError, WorkerLost, WorkerTimeout
 from .functions import is_importable
 from .links import Link, Woken
 from .messages import CALL, CALL_AND_SYNC, DONE, FAILED, GET, SYNC
-from .pickling import dumps, dumps_call, loads
+from .pickling import dumps, loads
 from .registry import registered
 from .wire import Closed, Frame, Late
 
@@ -122,11 +122,7 @@ class Controller:
             ref = DRef(self, next(self._registers), what, placed)
             number = next(self._numbers)
             self._issued.append(_Issued(number, what, caller_line()))
-            _pickling.by = self
-            try:
-                payload, buffers = dumps_call(function, args, kwargs, ref.number, DRef)
-            finally:
-                _pickling.by = None
+            payload, buffers = self._dumps((function, args, kwargs, ref.number))
             self._send_call(Frame(CALL, self._supervisor.epoch, number, payload, buffers, self._take_freed()), only)
             return ref
 
@@ -139,7 +135,7 @@ class Controller:
             freed, epoch = self._take_freed(), self._supervisor.epoch
             for link in reversed(self._crew.links):
                 payload, buffers = self._dumps((function, args[link.worker], {}, ref.number))
-                self._send_one(link, Frame(CALL, epoch, number, b"p" + payload, buffers, freed))
+                self._send_one(link, Frame(CALL, epoch, number, payload, buffers, freed))
             return ref
 
     def _send_call(self, frame: Frame, only: Link | None) -> None:

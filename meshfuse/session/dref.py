@@ -7,7 +7,8 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import ArgumentError, caller_line, shown, user_error
-from .executor import register
+from .compact import register_compact
+from .executor import REGISTER, register
 
 
 class Owner(Protocol):
@@ -51,13 +52,17 @@ class DRef:
         return self._session.call_packed(self, *args, **kwargs)
 
     def __reduce__(self) -> Any:
+        return register, (self.sent(),)
+
+    def sent(self) -> int:
+        """Its number, for a call of its session. Raises ArgumentError where another one's, or nobody's, is written."""
         self.check()
         if not self._session.is_pickling():
             raise user_error(
                 "a DRef cannot be pickled", repr(self), "an argument of its own session's calls",
                 "Get its value by debug_get_from_remote.", caller_line(), ArgumentError,
             )  # fmt: skip
-        return register, (self.number,)
+        return self.number
 
     def check(self) -> None:
         """Raises ArgumentError for a DRef from before the session's restart."""
@@ -106,3 +111,6 @@ class DRef:
 
 class NoWorker(ArgumentError, IndexError):
     """A worker's number that the session does not have."""
+
+
+register_compact(REGISTER, DRef, DRef.sent)

@@ -9,10 +9,13 @@ from typing import Any
 
 from ..errors import ArgumentError, user_error
 from ..runtime.world import World
+from .compact import register_reader
 from .errors import Raised, Released, describe
 from .messages import CALL, CALL_AND_SYNC, DONE, FAILED, GET, SKIPPED
-from .pickling import dumps, loads, loads_call
+from .pickling import dumps, loads
 from .wire import Frame
+
+REGISTER = 1  # The short form's code of a register.
 
 
 class _Here(threading.local):
@@ -95,7 +98,7 @@ class Executor:
     def _call(self, frame: Frame) -> None:
         self.running, self.since = frame.number, time.monotonic()
         try:
-            function, args, kwargs, result = loads_call(frame.payload, frame.buffers, register)
+            function, args, kwargs, result = loads(frame.payload, frame.buffers)
             self.registers[result] = function(*args, **kwargs)
         except BaseException as error:
             self._fail(error, frame.number)
@@ -145,3 +148,6 @@ def register(number: int) -> Any:
             "one whose call has returned here", "Call again what makes it.", cls=ArgumentError,
         )  # fmt: skip
     return registers[number]
+
+
+register_reader(REGISTER, register)

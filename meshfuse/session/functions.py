@@ -16,10 +16,13 @@ from typing import Any
 _LOCAL_MODULES = ("__main__", "__mp_main__")
 
 
-def is_importable(function: types.FunctionType) -> bool:
-    """Whether another process finds the function under its module and name."""
+def is_importable(function: types.FunctionType, main_is_shared: bool = False) -> bool:
+    """Whether another process finds the function under its module and name.
+
+    main_is_shared: both processes run the same script.
+    """
     module = function.__module__
-    if module is None or module in _LOCAL_MODULES:
+    if module is None or (module in _LOCAL_MODULES and not main_is_shared):
         return False
     found: Any = sys.modules.get(module)
     for part in function.__qualname__.split("."):
@@ -27,18 +30,22 @@ def is_importable(function: types.FunctionType) -> bool:
     return found is function
 
 
-def reduce_function(function: types.FunctionType) -> Any:
-    """How pickle writes a function by value; a function may refer to itself."""
+def reduce_function(function: types.FunctionType, main_is_shared: bool = False) -> Any:
+    """How pickle writes a function by value; a function may refer to itself.
+
+    Where both processes run the same script, a function of it uses the globals that are there.
+    """
+    shares = main_is_shared and function.__module__ in _LOCAL_MODULES
     code = marshal.dumps(function.__code__)
     cells = len(function.__closure__ or ())
     state = {
-        "globals": dict(_used_globals(function)),
+        "globals": {} if shares else dict(_used_globals(function)),
         "cells": [_content(cell) for cell in function.__closure__ or ()],
         "defaults": function.__defaults__,
         "kwdefaults": function.__kwdefaults__,
         "dict": function.__dict__,
     }
-    made = (code, function.__name__, function.__qualname__, function.__module__, cells)
+    made = (code, function.__name__, function.__qualname__, function.__module__, cells, shares)
     return _skeleton, made, state, None, None, _fill
 
 
@@ -78,8 +85,9 @@ def _content(cell: types.CellType) -> Any:
     return _Module(value.__name__) if isinstance(value, types.ModuleType) else value
 
 
-def _skeleton(code: bytes, name: str, qualname: str, module: str, cells: int) -> types.FunctionType:
-    space = {"__builtins__": __builtins__, "__name__": module}
+def _skeleton(code: bytes, name: str, qualname: str, module: str, cells: int, shares: bool) -> types.FunctionType:
+    own = {"__builtins__": __builtins__, "__name__": module}
+    space = vars(sys.modules["__main__"]) if shares else own
     closure = tuple(types.CellType() for _ in range(cells))
     function = types.FunctionType(marshal.loads(code), space, name, None, closure or None)
     function.__qualname__, function.__module__ = qualname, module

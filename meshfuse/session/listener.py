@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
+import secrets
 import socket
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from ..errors import ArgumentError, caller_line, shown, user_error
 from . import handshake
 from .errors import ConnectionRefused
 from .pickling import dumps, loads
+from .segments import is_available
 from .wire import Closed, Connection, Frame
 
 log = logging.getLogger("meshfuse.session")
@@ -23,9 +25,14 @@ _MOST_STRANGERS = 64
 
 
 class Listener:
-    """Accepts connections at one address, and gives each that has shown the token to `welcome`, with its greeting."""
+    """Accepts connections at one address, and gives each that has shown the token to `welcome`, with its greeting.
 
-    def __init__(self, host: str, port: int, token: str, welcome: Callable[[Connection, Any], None]):
+    local: processes of this machine may connect by a local name, too.
+    """
+
+    def __init__(
+        self, host: str, port: int, token: str, welcome: Callable[[Connection, Any], None], local: bool = False
+    ):
         check_address(host)
         self._token, self._welcome = token, welcome
         try:
@@ -37,13 +44,27 @@ class Listener:
             ) from None  # fmt: skip
         self.host, self.port = self._sock.getsockname()[:2]
         self._strangers = threading.Semaphore(_MOST_STRANGERS)
-        self._thread = threading.Thread(target=self._run, name="meshfuse-listener", daemon=True)
-        self._thread.start()
+        self._socks = [self._sock]
+        self.local_name = self._listen_locally() if local else ""
+        for listening in self._socks:
+            threading.Thread(target=self._run, args=(listening,), name="meshfuse-listener", daemon=True).start()
 
-    def _run(self) -> None:
+    def _listen_locally(self) -> str:
+        """Also a Unix socket without a file (Linux): tensors go through shared memory there."""
+        if not is_available():
+            return ""
+        name = f"meshfuse-{secrets.token_hex(8)}"
+        sock = socket.socket(socket.AF_UNIX)
+        sock.bind(f"\0{name}")
+        sock.listen(512)
+        self._socks.append(sock)
+        return name
+
+    def _run(self, listening: socket.socket) -> None:
         while True:
             try:
-                sock, peer = self._sock.accept()
+                sock, peer = listening.accept()
+                peer = peer or ("this machine",)
             except OSError:
                 return  # It was closed.
             if not self._strangers.acquire(blocking=False):
@@ -67,15 +88,23 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
-        self._thread.join(2.0)
+        for sock in self._socks:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
 
 
-def connect(address: tuple[str, int], token: str, greeting: Any, seconds: float) -> Connection:
-    """Connect to a listener and greet it. Raises ConnectionRefused, or OSError where nobody listens."""
-    sock = socket.create_connection(address, timeout=seconds)
+def connect(address: tuple[str, int], token: str, greeting: Any, seconds: float, local_name: str = "") -> Connection:
+    """Connect to a listener and greet it, by its local name if it is on this machine.
+
+    Raises ConnectionRefused, or OSError where nobody listens.
+    """
+    if local_name:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(seconds)
+        sock.connect(f"\0{local_name}")
+    else:
+        sock = socket.create_connection(address, timeout=seconds)
     try:
         handshake.connect(sock, token)
         connection = Connection(sock)

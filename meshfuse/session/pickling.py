@@ -6,87 +6,119 @@ and shape. So every dtype of torch can be sent, float8 as well.
 
 from __future__ import annotations
 
-import ctypes
 import io
 import marshal
 import pickle
+import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from .compact import INLINE, Buffer, NotCompact, Reader, Writer, as_tensor, bytes_of
 from .functions import is_importable, reduce_function
 
-Buffer = Any  # bytes, bytearray or memoryview
-# Up to so many bytes of a tensor are copied into the payload.
-_INLINE = 2048
-_PLAIN = {int, float, bool, str, bytes, type(None), complex}
+
+class _Tracking(threading.local):
+    """Tensors that require a gradient, as a thread writes or reads them; None where nobody asks."""
+
+    sent: list[torch.Tensor] | None = None
+    received: list[torch.Tensor] | None = None
+
+
+_tracking = _Tracking()
+
+
+class Tracked:
+    """A context that collects the tensors that require a gradient, in the order in which they are written or read.
+
+    Those that are read are then no leaves: they follow from the collected ones, whose gradients somebody else wants.
+    """
+
+    def __init__(self, writing: bool):
+        self.tensors: list[torch.Tensor] = []
+        self._name = "sent" if writing else "received"
+
+    def __enter__(self) -> Tracked:
+        setattr(_tracking, self._name, self.tensors)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        setattr(_tracking, self._name, None)
+
+
+class _Received(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
 
 
 class _Pickler(pickle.Pickler):
+    main_is_shared = False
+
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             return _reduce_tensor(obj)
-        if kind is types.FunctionType and not is_importable(obj):
-            return reduce_function(obj)
+        if kind is types.FunctionType and not is_importable(obj, self.main_is_shared):
+            return reduce_function(obj, self.main_is_shared)
         return NotImplemented
 
 
-def dumps(value: Any) -> tuple[bytes, list[memoryview]]:
-    """A value as a payload, and the raw bytes of its large tensors: views of their memory."""
+class _SameScript(_Pickler):
+    main_is_shared = True
+
+
+def dumps(value: Any, main_is_shared: bool = False) -> tuple[bytes, list[memoryview]]:
+    """A value as a payload, and the raw bytes of its large tensors: views of their memory.
+
+    main_is_shared: the reader runs the same script, so functions of it go by their names.
+    """
+    tracked = _tracking.sent
+    writer, before = Writer(main_is_shared, tracked), len(tracked or ())
+    try:
+        return b"m" + marshal.dumps(writer.form(value)), writer.buffers
+    except NotCompact:
+        if tracked is not None:
+            del tracked[before:]
+        return _pickled(value, main_is_shared)
+
+
+def _pickled(value: Any, main_is_shared: bool) -> tuple[bytes, list[memoryview]]:
     buffers: list[memoryview] = []
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if raw.nbytes <= _INLINE:
+        if raw.nbytes <= INLINE:
             return True
         buffers.append(raw)
         return False
 
     file = io.BytesIO()
-    _Pickler(file, 5, buffer_callback=keep).dump(value)
+    file.write(b"p")
+    (_SameScript if main_is_shared else _Pickler)(file, 5, buffer_callback=keep).dump(value)
     return file.getvalue(), buffers
-
-
-def dumps_call(
-    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: int, registers: type
-) -> tuple[bytes, list[memoryview]]:
-    """A call as bytes. `registers` is the class of references to registers, which have a `number`.
-
-    Calls of a register with plain arguments are marshalled, which takes a tenth of pickle's time.
-    """
-    if type(function) is registers and not kwargs:
-        kinds = set(map(type, args))
-        if kinds <= _PLAIN:
-            function.check()
-            return b"m" + marshal.dumps((function.number, args, (), result)), []
-        if kinds <= _PLAIN | {registers}:
-            places = tuple(i for i, value in enumerate(args) if type(value) is registers)
-            for value in (function, *(args[i] for i in places)):
-                value.check()
-            plain = tuple(value.number if type(value) is registers else value for value in args)
-            return b"m" + marshal.dumps((function.number, plain, places, result)), []
-    payload, buffers = dumps((function, args, kwargs, result))
-    return b"p" + payload, buffers
-
-
-def loads_call(
-    payload: Buffer, buffers: Sequence[Buffer], register: Callable[[int], Any]
-) -> tuple[Any, Sequence[Any], dict[str, Any], int]:
-    """Function, arguments, keyword arguments and the register for the result."""
-    if payload[:1] == b"p":
-        return pickle.loads(memoryview(payload)[1:], buffers=buffers)
-    number, args, places, result = marshal.loads(memoryview(payload)[1:])
-    if places:
-        args = [register(value) if i in places else value for i, value in enumerate(args)]
-    return register(number), args, {}, result
 
 
 def loads(payload: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
     """The value; its tensors use the memory of `buffers`, which must be writable and nobody else's."""
-    return pickle.loads(payload, buffers=buffers)
+    body = memoryview(payload)[1:]
+    if payload[:1] == b"p":
+        return pickle.loads(body, buffers=buffers)
+    return Reader(buffers, _finished).value(marshal.loads(body))
+
+
+def _finished(made: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """A tensor that has been read: one that requires a gradient is collected where somebody asks."""
+    if _tracking.received is not None and requires_grad:
+        _tracking.received.append(made.requires_grad_())
+        return _Received.apply(made)  # type: ignore[return-value]
+    return made.requires_grad_(requires_grad)
 
 
 def copies(buffers: Sequence[Buffer]) -> list[Buffer]:
@@ -100,13 +132,6 @@ def copies(buffers: Sequence[Buffer]) -> list[Buffer]:
     return out
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, kept alive by the view. torch's own way needs NumPy."""
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.__dict__["tensor"] = tensor
-    return memoryview(memory).cast("B")
-
-
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
     data = tensor.detach()
     if data.layout != torch.strided or data.is_quantized or data.is_meta:
@@ -114,6 +139,9 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     flat = data.resolve_conj().resolve_neg().to("cpu").contiguous().view(-1)
     device = None if tensor.is_cpu else str(tensor.device)
     kind = (type(tensor) is torch.nn.Parameter, tensor.requires_grad)
+    if _tracking.sent is not None and tensor.requires_grad:
+        _tracking.sent.append(tensor)
+        kind = (False, True)
     raw = pickle.PickleBuffer(bytes_of(flat)) if flat.nbytes else b""
     return _tensor, (raw, tensor.dtype, tuple(tensor.shape), device, kind)
 
@@ -121,12 +149,8 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
 def _tensor(
     raw: Any, dtype: torch.dtype, shape: tuple[int, ...], device: str | None, kind: tuple[bool, bool]
 ) -> torch.Tensor:
-    if len(raw):
-        flat = torch.frombuffer(bytearray(raw) if isinstance(raw, bytes) else raw, dtype=torch.uint8)
-        made = flat.view(dtype).view(shape)
-    else:
-        made = torch.empty(shape, dtype=dtype)
+    made = as_tensor(bytearray(raw) if isinstance(raw, bytes) else raw, dtype, shape)
     if device is not None:
         made = made.to(device)
     is_parameter, requires_grad = kind
-    return torch.nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
+    return torch.nn.Parameter(made, requires_grad) if is_parameter else _finished(made, requires_grad)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .pickling import Buffer, bytes_of
+from .compact import Buffer, bytes_of
 
 # From so many bytes on a frame's buffers go through shared memory.
 SHARED = 128 * 1024

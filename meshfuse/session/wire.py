@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from .pickling import Buffer, bytes_of
+from .compact import Buffer, bytes_of
 from .segments import SHARED, Placed, SegmentReader, SegmentWriter, is_available
 
 _HEADER = struct.Struct("!2sBIQIQ")
