@@ -1,13 +1,15 @@
 """Gradients through `rpc` calls, as `torch.distributed.autograd` has them.
 
-A backward pass has two parts. First the workers mark the messages that the roots follow from, so that each knows how
-many gradients it will get for every message that it has received. Then each worker runs its own part as soon as these
-are complete. Messages that the roots do not follow from take no part, so nothing waits for them.
+Each message tells its receiver which messages its tensors follow from, so the worker that has the roots knows all that
+take part in a backward pass before it begins: how many gradients each worker will get for every message that it has
+received. A worker runs its own part as soon as these are complete. Messages that the roots do not follow from take no
+part, so nothing waits for them.
 """
 
 from __future__ import annotations
 
 import itertools
+import marshal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,23 +18,53 @@ import torch
 
 from ..errors import ArgumentError, caller_line, shown, user_error
 from .rpc.calls import Calls, calls, provide_backward
-from .rpc.contexts import Context, Message, leaves_of
+from .rpc.contexts import Context, Message, leaves_of, reachable, sources
 from .rpc.rref import DROP
 
 _ROOT: Message = (-1, -1)
 Pass = tuple[int, int]  # (rank of the root, its number there)
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One backward pass: its number, and the messages that the roots follow from with their edges."""
+
+    number: Pass
+    retain: bool
+    edges: dict[Message, tuple[Message, ...]]
+
+    def text(self) -> bytes:
+        """The plan in a form that is quick to send."""
+        return marshal.dumps((self.number, self.retain, self.edges))
+
+    def count(self, message: Message) -> int:
+        """How many sent messages (or roots) follow from a received one: each brings a part of its gradient."""
+        return sum(message in reached for reached in self.edges.values())
+
+    def parts(self, rank: int) -> list[Message]:
+        """The messages that one worker has sent, and the roots if they are there."""
+        own = _ROOT if self.number[0] == rank else None
+        return [message for message in self.edges if message[0] == rank or message == own]
+
+    def group(self, message: Message) -> list[Message]:
+        """The messages of one worker that follow from the same received ones as this.
+
+        None of them waits for another one, so that their gradients can be awaited and run together.
+        """
+        reached = set(self.edges[message])
+        return [other for other in self.parts(message[0]) if set(self.edges[other]) == reached]
+
+
 @dataclass(slots=True)
 class _State:
     """This worker's part in one backward pass.
 
-    reach: by marked message that was sent from here (and for the roots) the received messages that it follows from.
-    open: by received message how many of those have not got their gradients yet. grads: what has been collected so far.
+    come: by sent message its gradients. open: by received message how many parts have not run that follow from it.
+    grads: by received message what has been collected so far.
     """
 
-    retain: bool
-    reach: dict[Message, list[Message]] = field(default_factory=dict)
+    come: dict[Message, Sequence[torch.Tensor | None]] = field(default_factory=dict)
+
     open: dict[Message, int] = field(default_factory=dict)
     grads: dict[Message, list[torch.Tensor | None]] = field(default_factory=dict)
 
@@ -58,12 +90,13 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
     part = calls()
     found = part.contexts.get(context_id)
     _check_roots(roots)
-    number: Pass = (part.me.id, next(_numbers))
+    with found.lock:
+        edges = reachable(found.edges, own := sources(found, list(roots)))
+    plan = _Plan((part.me.id, next(_numbers)), retain_graph, {**edges, _ROOT: own})
     found.sent[_ROOT] = list(roots)
     with _inside(part, context_id):
         try:
-            _mark(context_id, number, _ROOT, retain_graph)
-            _run(context_id, number, _ROOT, [torch.ones_like(root) for root in roots])
+            _run(context_id, plan, _ROOT, [torch.ones_like(root) for root in roots])
         finally:
             del found.sent[_ROOT]
 
@@ -103,73 +136,58 @@ def _check_roots(roots: Any) -> None:
                              ArgumentError)  # fmt: skip
 
 
-def _mark(context_id: int, number: Pass, message: Message, retain: bool) -> None:
-    """Mark a message that was sent from here, and those that its tensors follow from, on the workers that sent them."""
-    found = calls().contexts.get(context_id)
-    with found.lock:
-        state: _State = found.passes.setdefault(number, _State(retain))
-        if message in state.reach:
-            return
-        reached = state.reach[message] = _reached(found, found.sent[message])
-        new = [other for other in reached if other not in state.open]
-        for other in reached:
-            state.open[other] = state.open.get(other, 0) + 1
-    for other in new:
-        calls().internal(other[0], _mark, context_id, number, other, retain)
-
-
-def _reached(found: Context, tensors: list[torch.Tensor]) -> list[Message]:
-    """The received messages that tensors follow from."""
-    by_leaf = {id(leaf): message for message, leaves in found.received.items() for leaf in leaves}
-    return list({by_leaf[id(leaf)]: None for leaf in leaves_of(tensors) if id(leaf) in by_leaf})
-
-
-def _run(context_id: int, number: Pass, message: Message, grads: Sequence[torch.Tensor | None]) -> None:
-    """The gradients of a message that was sent from here have come: go on from its tensors."""
+def _run(context_id: int, plan: _Plan, message: Message, grads: Sequence[torch.Tensor | None]) -> None:
+    """The gradients of a message that was sent from here have come: go on from its tensors, if they are the last."""
     part = calls()
     found = part.contexts.get(context_id)
-    state: _State = found.passes[number]
-    _accumulate(found, state, message, grads)
+    group = [message] if message == _ROOT else plan.group(message)
     with found.lock:
-        ready = [other for other in state.reach[message] if _is_last(state, other)]
-    waits = [
-        part.agent.submit(
-            lambda other=other: part.internal(other[0], _run, context_id, number, other, state.grads[other])
-        )
-        for other in ready[1:]
-    ]
-    for other in ready[:1]:
-        part.internal(other[0], _run, context_id, number, other, state.grads[other])
-    for wait in waits:
-        wait.wait()
+        state: _State = found.passes.setdefault(plan.number, _State())
+        state.come[message] = grads
+        if not all(other in state.come for other in group):
+            return
+        pairs = [pair for other in group for pair in zip(found.sent[other], state.come.pop(other), strict=True)]
+    _accumulate(found, state, plan, message, [(tensor, grad) for tensor, grad in pairs if grad is not None])
+    with found.lock:
+        ready = [other for other in plan.edges[message] if _is_last(state, plan, other, len(group))]
+    text = plan.text() if ready else b""
+    part.internal_all(
+        [(other[0], _continue, (context_id, text, other, tuple(state.grads.pop(other)))) for other in ready]
+    )
 
 
-def _is_last(state: _State, message: Message) -> bool:
-    state.open[message] -= 1
+def _continue(context_id: int, plan: bytes, message: Message, grads: Sequence[torch.Tensor | None]) -> None:
+    _run(context_id, _Plan(*marshal.loads(plan)), message, grads)
+
+
+def _is_last(state: _State, plan: _Plan, message: Message, parts: int) -> bool:
+    state.open[message] = state.open.get(message, plan.count(message)) - parts
     return state.open[message] == 0
 
 
-def _accumulate(found: Context, state: _State, message: Message, grads: Sequence[torch.Tensor | None]) -> None:
+def _accumulate(
+    found: Context, state: _State, plan: _Plan, message: Message, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
     """This worker's own part of the pass."""
-    pairs = [(tensor, grad) for tensor, grad in zip(found.sent[message], grads, strict=True) if grad is not None]
     leaves = list(leaves_of([tensor for tensor, _ in pairs]))
-    retain = state.retain or len(state.reach) > 1
-    places = {id(leaf): (other, i) for other, own in found.received.items() for i, leaf in enumerate(own)}
+    retain = plan.retain or len(plan.parts(calls().me.id)) > 1
     values = torch.autograd.grad(
         [tensor for tensor, _ in pairs], leaves, [grad for _, grad in pairs], retain_graph=retain, allow_unused=True
     ) if leaves else ()  # fmt: skip
     with found.lock:
-        for other in state.reach[message]:
+        places = {id(leaf): (other, i) for other, own in found.received.items() for i, leaf in enumerate(own)}
+        for other in plan.edges[message]:
             state.grads.setdefault(other, [None] * len(found.received[other]))
         for leaf, value in zip(leaves, values, strict=True):
-            if value is None:
-                continue
-            if id(leaf) not in places:
+            if value is not None and id(leaf) in places:
+                _add(state.grads[places[id(leaf)][0]], places[id(leaf)][1], value)
+            elif value is not None:
                 found.add_grad(leaf, value)
-                continue
-            other, i = places[id(leaf)]
-            before = state.grads[other][i]
-            state.grads[other][i] = value if before is None else before + value
+
+
+def _add(grads: list[torch.Tensor | None], place: int, value: torch.Tensor) -> None:
+    before = grads[place]
+    grads[place] = value if before is None else before + value
 
 
 def _release(context_id: int) -> None:

@@ -116,8 +116,11 @@ class Reader:
         return {} if kind == _EMPTY_DICT else _function(form[1], form[2])
 
     def _tensor(self, raw: Any, code: int, shape: tuple[int, ...], grad: bool) -> torch.Tensor:
-        memory = self._buffers[raw] if type(raw) is int else bytearray(raw)
-        made = as_tensor(memory, DTYPES[code], shape)
+        if type(raw) is int:
+            made = as_tensor(self._buffers[raw], DTYPES[code], shape)
+        else:
+            made = torch.empty(shape, dtype=DTYPES[code])
+            ctypes.memmove(made.data_ptr(), raw, len(raw))
         self._tensors.append(self._finish(made, grad) if grad else made)
         return self._tensors[-1]
 

@@ -51,7 +51,9 @@ class Protocols(Protocol):
 
 
 @dataclass(slots=True)
-class _Pooled:
+class Pooled:
+    """A connection that one call at a time has."""
+
     connection: Connection
     waiter: Waiter
 
@@ -67,7 +69,7 @@ class Agent:
         self._processes: dict[int, str] = {}
         self.me, self.size, self.limit, self.store, self.token = WorkerInfo(name, rank), size, limit, store, token
         self.server: Protocols | None = None
-        self._pools: dict[int, list[_Pooled]] = {rank: [] for rank in range(size)}
+        self._pools: dict[int, list[Pooled]] = {rank: [] for rank in range(size)}
         self._served: set[Connection] = set()
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_MOST_ASYNC, "meshfuse-rpc")
@@ -155,11 +157,22 @@ class Agent:
 
     def request(self, to: int, frame: Frame, limit: float) -> Frame:
         """Send a request and wait for its answer: for `limit` seconds (0: for ever), then raise WorkerTimeout."""
-        start = time.monotonic()
+        return self.finish(to, self.begin(to, frame), limit)
+
+    def begin(self, to: int, frame: Frame) -> Pooled:
+        """Send a request. Raises WorkerLost."""
         pooled = self._take(to)
         try:
             pooled.connection.send(frame)
-            pooled.waiter.wait(start + (limit or FOREVER))
+        except Closed as error:
+            pooled.connection.close()
+            raise self._lost(to, str(error)) from None
+        return pooled
+
+    def finish(self, to: int, pooled: Pooled, limit: float) -> Frame:
+        """Wait for the answer to a request. Raises WorkerLost and WorkerTimeout."""
+        try:
+            pooled.waiter.wait(time.monotonic() + (limit or FOREVER))
             answer = pooled.connection.receive()
         except Late:
             pooled.connection.close()
@@ -173,7 +186,7 @@ class Agent:
         self._pools[to].append(pooled)
         return answer
 
-    def _take(self, to: int) -> _Pooled:
+    def _take(self, to: int) -> Pooled:
         if self.is_closed:
             raise SessionError("rpc has been shut down: call init_rpc first", caller_line())
         try:
@@ -185,7 +198,7 @@ class Agent:
             connection = connect((host, port), self.token, Greeting(_ROLE, self.me.id, version()), 30.0, local)
         except OSError as error:
             raise self._lost(to, str(error)) from None
-        return _Pooled(connection, Waiter(connection))
+        return Pooled(connection, Waiter(connection))
 
     def _late(self, to: int, limit: float) -> WorkerTimeout:
         error = WorkerTimeout(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import marshal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +17,56 @@ from ..messages import DONE
 from ..pickling import Tracked, dumps, loads
 from ..wire import Frame
 from .agent import FOREVER, REQUEST, Agent, WorkerInfo, failure_frame, raise_failure
-from .contexts import Contexts, Message, arrived, written
+from .contexts import Contexts, Message, Told, arrived, written
 from .functions import ASYNC
 from .rref import Id, Job, RRef, Table, set_peer
 
 
 class _Sending(threading.local):
     forks: list[tuple[Any, Id]] | None = None
+
+
+class Prepared:
+    """A call that is written: calling this sends it and gives its result."""
+
+    __slots__ = ("_context", "_forks", "_frame", "_function", "_limit", "_part", "_peer", "_pooled")
+
+    def __init__(
+        self, part: Calls, peer: WorkerInfo, frame: Frame, forks: list[tuple[Any, Id]], context: int | None,
+        function: Any, limit: float,
+    ):  # fmt: skip
+        self._part, self._peer, self._frame, self._forks = part, peer, frame, forks
+        self._context, self._function, self._limit = context, function, limit
+        self._pooled: Any = None
+
+    def __call__(self) -> Any:
+        return self.begin().finish()
+
+    def begin(self) -> Prepared:
+        """Send it; calls to this process itself run in `finish`."""
+        if self._peer.id != self._part.me.id:
+            with self._told():
+                self._pooled = self._part.agent.begin(self._peer.id, self._frame)
+        return self
+
+    def finish(self) -> Any:
+        """Wait for the answer. Raises what the function raised."""
+        with self._told():
+            answer = (
+                self._part.serve_self(self._frame) if self._pooled is None
+                else self._part.agent.finish(self._peer.id, self._pooled, self._limit)
+            )  # fmt: skip
+        raise_failure(answer, f"{getattr(self._function, '__name__', self._function)} on {self._peer.name}")
+        return self._part.read(answer, self._context)[0]
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """A context in which an error means that the references of the message have not arrived."""
+        try:
+            yield
+        except SessionError:
+            self._part.take_back(self._forks)
+            raise
 
 
 class Calls:
@@ -73,30 +117,20 @@ class Calls:
 
     def _prepare(
         self, peer: WorkerInfo, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], limit: float
-    ) -> Callable[[], Any]:
-        """Write a call now, in its caller's thread; what sends it and gives its result."""
+    ) -> Prepared:
+        """Write a call now, in its caller's thread."""
         context = self.contexts.current()
-        message = self.contexts.new_message()
         forks: list[tuple[Any, Id]] = []
-        payload, buffers, told = self._written(context, message, (function, args, kwargs), forks)
-        number = None if context is None else context.number
+        payload, buffers, told = self._written(context, self.contexts.new_message(), (function, args, kwargs), forks)
+        number = None
         if context is not None:
+            number = context.number
             context.peers.add(peer.id)
         head = marshal.dumps((number, told))
         frame = Frame(REQUEST, len(head), next(self._numbers), head + payload, buffers)
+        return Prepared(self, peer, frame, forks, number, function, limit)
 
-        def call() -> Any:
-            try:
-                answer = self.agent.request(peer.id, frame, limit) if peer.id != self.me.id else self._serve_self(frame)
-            except SessionError:
-                self._take_back(forks)
-                raise
-            raise_failure(answer, f"{getattr(function, '__name__', function)} on {peer.name}")
-            return self._read(answer, number)[0]
-
-        return call
-
-    def _serve_self(self, frame: Frame) -> Frame:
+    def serve_self(self, frame: Frame) -> Frame:
         """A call of this process to itself, as from another one."""
         copies = [bytearray(buffer) for buffer in frame.buffers]
         answer = self.serve(Frame(frame.kind, frame.epoch, frame.number, frame.payload, copies), self.me.id)
@@ -105,7 +139,7 @@ class Calls:
 
     def _written(
         self, context: Any, message: Message, value: Any, forks: list[tuple[Any, Id]] | None
-    ) -> tuple[bytes, list[memoryview], Message | None]:
+    ) -> tuple[bytes, list[memoryview], Told | None]:
         """A value as bytes, with the references and tensors in it noted."""
         before, self._sending.forks = self._sending.forks, forks if forks is not None else []
         try:
@@ -117,7 +151,7 @@ class Calls:
         finally:
             self._sending.forks = before
 
-    def _read(self, frame: Frame, context: int | None) -> tuple[Any, int | None]:
+    def read(self, frame: Frame, context: int | None) -> tuple[Any, int | None]:
         """What a frame holds, and the context that it belongs to (given, or the one that it names)."""
         named, message = marshal.loads(frame.payload[: frame.epoch])
         number = context if named is None else named
@@ -133,7 +167,7 @@ class Calls:
         """Do what a request says; the answer."""
         before = self.contexts.enter(None)
         try:
-            (function, args, kwargs), number = self._read(frame, None)
+            (function, args, kwargs), number = self.read(frame, None)
             self.contexts.enter(number)
             result = function(*args, **kwargs)
             if getattr(function, ASYNC, False):
@@ -177,7 +211,7 @@ class Calls:
         assert self._sending.forks is not None
         self._sending.forks.append((rref, fork))
 
-    def _take_back(self, forks: list[tuple[Any, Id]]) -> None:
+    def take_back(self, forks: list[tuple[Any, Id]]) -> None:
         """A message did not arrive: nor did its references."""
         for rref, fork in forks:
             if rref.is_owner():
@@ -196,6 +230,19 @@ class Calls:
         before = self.contexts.enter(None)
         try:
             return self._prepare(self.agent.peers[to], function, args, {}, self._limit(limit))()
+        finally:
+            self.contexts.enter(before)
+
+    def internal_all(self, jobs: Sequence[tuple[int, Callable[..., Any], tuple[Any, ...]]]) -> None:
+        """Calls of `rpc`'s own to several workers at a time: a worker, a function and its arguments each."""
+        before = self.contexts.enter(None)
+        try:
+            limit = self._limit(None)
+            started = [
+                self._prepare(self.agent.peers[to], function, args, {}, limit).begin() for to, function, args in jobs
+            ]
+            for call in started:
+                call.finish()
         finally:
             self.contexts.enter(before)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from ...errors import ArgumentError, caller_line, shown, user_error
 from ..pickling import Tracked
 
 Message = tuple[int, int]  # (rank of the sender, its number there)
+Edges = dict[Message, tuple[Message, ...]]
 
 
 @dataclass(slots=True)
@@ -26,12 +27,14 @@ class Context:
     """What this process knows of one context.
 
     sent: by message the tensors that it carried from here. received: by message the leaves of those that came.
+    edges: by message the messages that its tensors follow from, as far as this process has heard.
     peers: other workers that take part. grads: of this process' leaves, by tensor.
     """
 
     number: int
     sent: dict[Message, list[torch.Tensor]] = field(default_factory=dict)
     received: dict[Message, list[torch.Tensor]] = field(default_factory=dict)
+    edges: Edges = field(default_factory=dict)
     peers: set[int] = field(default_factory=set)
     grads: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     passes: dict[Any, Any] = field(default_factory=dict)
@@ -104,20 +107,48 @@ class Contexts:
         return self._rank, next(self._messages)
 
 
-def written(context: Context | None, message: Message, tracked: Tracked) -> Message | None:
-    """Remember what a message took along; None where it has nothing to remember."""
+Told = tuple[Message, Edges]  # a message, and the edges that can be reached from it
+
+
+def written(context: Context | None, message: Message, tracked: Tracked) -> Told | None:
+    """Remember what a message took along; what its receiver must know of it, None for nothing."""
     if context is None or not tracked.tensors:
         return None
     with context.lock:
         context.sent[message] = tracked.tensors
-    return message
+        context.edges[message] = sources(context, tracked.tensors)
+        return message, reachable(context.edges, [message])
 
 
-def arrived(context: Context, message: Message | None, tracked: Tracked) -> None:
+def arrived(context: Context, told: Told | None, tracked: Tracked) -> None:
     """Remember what a message has brought."""
-    if message is not None and tracked.tensors:
+    if told is not None and tracked.tensors:
+        message, edges = told
         with context.lock:
             context.received[message] = tracked.tensors
+            context.edges.update(edges)
+
+
+def sources(context: Context, tensors: list[torch.Tensor]) -> tuple[Message, ...]:
+    """The received messages that tensors follow from, on this worker."""
+    by_leaf = {id(leaf): message for message, leaves in context.received.items() for leaf in leaves}
+    if not by_leaf:
+        return ()
+    return tuple({by_leaf[id(leaf)]: None for leaf in leaves_of(tensors) if id(leaf) in by_leaf})
+
+
+def reachable(
+    edges: dict[Message, tuple[Message, ...]], roots: Iterable[Message]
+) -> dict[Message, tuple[Message, ...]]:
+    """The messages that these follow from, over all workers, with their edges."""
+    found: Edges = {}
+    waiting = list(roots)
+    while waiting:
+        message = waiting.pop()
+        if message not in found:
+            found[message] = edges[message]
+            waiting += edges[message]
+    return found
 
 
 def leaves_of(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
