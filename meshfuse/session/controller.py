@@ -255,16 +255,22 @@ class Controller:
 
     def _abandon(self, number: int) -> None:
         """Ctrl-C: end the calls that run, and forget what they raise."""
-        self._supervisor.release(self._supervisor.epoch, "the controller was interrupted")
+        self._supervisor.release(self._supervisor.epoch, 0, "the controller was interrupted")
         for link in self._crew.links:
             link.cancel(number)
+        self._renew()
+
+    def _renew(self) -> None:
+        """Begin a new epoch: what workers still answer belongs to the one before."""
         self._supervisor.renew()
+        for link in self._crew.links:
+            link.asked = link.last = 0
 
     def _raise_failures(self) -> NoReturn:
         """Raise what failed first, once all workers have come to rest."""
         answers = self._answers(self._crew.links, self._sync_numbers(self._crew.links))
         told = [loads(answer.payload) for answer in answers if answer.kind == FAILED]
-        self._supervisor.renew()
+        self._renew()
         raise self._error_of(told)
 
     def _error_of(self, told: Sequence[Raised]) -> SessionError | WorkerError:
@@ -302,8 +308,8 @@ class Controller:
             f"workers did not answer within {self.timeout:g} s: {states}. The other workers are released", caller_line()
         )
         error.workers = tuple(link.worker for link in missing)
-        self._supervisor.release(self._supervisor.epoch, f"{error}")
-        self._supervisor.renew()
+        self._supervisor.release(self._supervisor.epoch, 0, f"{error}")
+        self._renew()
         return error
 
     def _state(self, link: Link) -> str:

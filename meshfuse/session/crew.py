@@ -45,7 +45,7 @@ class Crew:
         self.is_closed = True
         self.supervisor.closing = True
         if not in_order or self.supervisor.lost or self.supervisor.first:
-            self.supervisor.release(1 << 31, "the session ends")
+            self.supervisor.release(1 << 31, 0, "the session ends")
         for link in self.links:
             link.stop()
         self._join()
@@ -65,7 +65,7 @@ class Crew:
             if isinstance(link, ThreadLink) and link.thread is not threading.current_thread():
                 link.thread.join(max(0.0, until - time.monotonic()))
                 if link.thread.is_alive():  # It may wait for others in a collective.
-                    link.release(1 << 31, "the session ends")
+                    link.release(1 << 31, 0, "the session ends")
                     link.thread.join(_GRACE)
 
 

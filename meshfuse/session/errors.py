@@ -126,7 +126,8 @@ def _original(kind: bytes | None) -> tuple[type[BaseException] | None, tuple[Any
 
 def _make(base: type[BaseException] | None, args: tuple[Any, ...]) -> WorkerError:
     cls = WorkerError if base is None else _class_of(base)
-    error = cls.__new__(cls, *args) if cls is WorkerError else BaseException.__new__(cls)
+    error = cls.__new__(cls) if cls is WorkerError or base is None else base.__new__(cls)
+    assert isinstance(error, WorkerError)
     error.args = args
     return error
 
@@ -141,7 +142,7 @@ def _class_of(base: type[BaseException]) -> type[WorkerError]:
         return WorkerError
     try:
         made = type(base.__name__, (WorkerError, base), {"__module__": base.__module__})
-        BaseException.__new__(made)
+        base.__new__(made)
     except TypeError:  # classes that cannot have subclasses, or whose instances only they can make
         return WorkerError
     return made

@@ -41,7 +41,7 @@ class Executor:
         self.worker, self.size, self.groups = worker, size, groups
         self.registers: dict[int, Any] = {}
         self.epoch, self.running = 0, 0
-        self.released_epoch, self.reason = -1, ""
+        self._released, self._reason = (-1, 0), ""
         self.failure: Raised | None = None
         self._make_world, self._told = make_world, told
         self._world: World | None = None
@@ -63,14 +63,24 @@ class Executor:
             self._world = self._make_world(self, self.epoch)
         return self._world
 
-    def release(self, epoch: int, reason: str) -> None:
-        """From any thread: another worker failed in this epoch, so leave collectives and skip calls."""
-        self.reason = reason
-        self.released_epoch = max(self.released_epoch, epoch)
+    def release(self, epoch: int, number: int, reason: str) -> None:
+        """From any thread: in this epoch call `number` failed on another worker.
+
+        Calls before it run all the same, as they did there. Those after it are skipped, and it leaves its collectives.
+        """
+        before = self._released
+        if epoch > before[0] or (epoch == before[0] and number < before[1]):
+            self._reason = reason
+            self._released = (epoch, number)
+
+    def _skips(self, number: int) -> bool:
+        epoch, first = self._released
+        return epoch > self.epoch or (epoch == self.epoch and number > first)
 
     def why_released(self) -> str | None:
         """Why this worker must leave what it waits for; None if it need not."""
-        return self.reason if self.released_epoch >= self.epoch else None
+        epoch, first = self._released
+        return self._reason if epoch > self.epoch or (epoch == self.epoch and self.running >= first) else None
 
     def handle(self, frame: Frame) -> Frame | None:
         """Do what a command says; the answer, if there is one."""
@@ -79,10 +89,10 @@ class Executor:
         for number in frame.freed:
             self.registers.pop(number, None)
         if frame.kind in (CALL, CALL_AND_SYNC):
-            if self.released_epoch < self.epoch:
+            if not self._skips(frame.number):
                 self._call(frame)
             return self._report(frame) if frame.kind == CALL_AND_SYNC else None
-        value = self._value(frame) if frame.kind == GET and self.released_epoch < self.epoch else None
+        value = self._value(frame) if frame.kind == GET and not self._skips(frame.number) else None
         return value or self._report(frame)
 
     def _renew(self, epoch: int) -> None:
@@ -107,7 +117,7 @@ class Executor:
 
     def _fail(self, error: BaseException, number: int) -> None:
         self.failure = self.failure or describe(error, self.worker, number)
-        self.release(self.epoch, "")
+        self.release(self.epoch, number, "")
         if not isinstance(error, Released):
             self._told(self.epoch, number)
 
@@ -126,7 +136,7 @@ class Executor:
     def _report(self, frame: Frame) -> Frame:
         if self.failure is not None:
             return Frame(FAILED, self.epoch, frame.number, dumps(self.failure)[0])
-        return Frame(DONE if self.released_epoch < self.epoch else SKIPPED, self.epoch, frame.number)
+        return Frame(SKIPPED if self._skips(frame.number) else DONE, self.epoch, frame.number)
 
 
 def current() -> Executor:

@@ -32,7 +32,7 @@ class Link(Protocol):
 
     def send(self, frame: Frame, stalled: Callable[[float], None]) -> None: ...
     def answer(self, number: int, deadline: float) -> Frame: ...
-    def release(self, epoch: int, reason: str) -> None: ...
+    def release(self, epoch: int, number: int, reason: str) -> None: ...
     def cancel(self, number: int) -> None: ...
     def ask_where(self) -> None: ...
     def where(self) -> str: ...
@@ -87,9 +87,9 @@ class ThreadLink:
         """Let a wait for an answer raise Woken."""
         self._answers.put(None)
 
-    def release(self, epoch: int, reason: str) -> None:
-        """Another worker failed in this epoch."""
-        self.executor.release(epoch, reason)
+    def release(self, epoch: int, number: int, reason: str) -> None:
+        """Call `number` of this epoch failed on another worker."""
+        self.executor.release(epoch, number, reason)
 
     def cancel(self, number: int) -> None:
         """Raise KeyboardInterrupt in a call of up to this number, if one runs. It comes between two bytecodes."""
@@ -136,9 +136,9 @@ class SocketLink:
     def wake(self) -> None:
         """Nothing to do: all of these waits look at the same file."""
 
-    def release(self, epoch: int, reason: str) -> None:
-        """Another worker failed in this epoch."""
-        self._tell(Frame(RELEASE, epoch, 0, reason.encode()))
+    def release(self, epoch: int, number: int, reason: str) -> None:
+        """Call `number` of this epoch failed on another worker."""
+        self._tell(Frame(RELEASE, epoch, number, reason.encode()))
 
     def cancel(self, number: int) -> None:
         """Raise KeyboardInterrupt in a call of up to this number, if one runs."""

@@ -57,14 +57,14 @@ class Supervisor:
             if epoch != self.epoch or self.first is not None:
                 return
             self.first = (worker, number)
-        self.release(epoch, f"worker {worker} failed in call {number}", beside=worker)
+        self.release(epoch, number, f"worker {worker} failed in call {number}", beside=worker)
         self._wake()
 
-    def release(self, epoch: int, reason: str, beside: int = -1) -> None:
-        """Let all workers but one leave what they wait for in this epoch."""
+    def release(self, epoch: int, number: int, reason: str, beside: int = -1) -> None:
+        """Let all workers but one leave what they wait for, from this call of the epoch on."""
         for link in self.links:
             if link.worker != beside and link.worker not in self.lost:
-                link.release(epoch, reason)
+                link.release(epoch, number, reason)
 
     def renew(self) -> int:
         """Begin a new epoch: what failed has been told."""
@@ -122,7 +122,7 @@ class Supervisor:
             return
         self.lost[worker] = "its connection was closed"
         self.lost[worker] = self._how(worker) or self.lost[worker]
-        self.release(self.epoch, f"worker {worker} is gone")
+        self.release(self.epoch, 0, f"worker {worker} is gone")
         self._wake()
 
     def _how(self, worker: int) -> str | None:

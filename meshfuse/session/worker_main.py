@@ -89,7 +89,7 @@ def _drop(seconds: float) -> None:
 
 def _obey(executor: Executor, control: Connection, frame: Frame) -> None:
     if frame.kind == RELEASE:
-        executor.release(frame.epoch, bytes(frame.payload).decode())
+        executor.release(frame.epoch, frame.number, bytes(frame.payload).decode())
     elif frame.kind == CANCEL and 0 < executor.running <= frame.number:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
     elif frame.kind == WHERE:
