@@ -86,7 +86,7 @@ def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
 # Tests that run one after another, in one process: those of real ranks, which share pools of ranks, and each of which
 # uses all cores, and those that share what takes long to make. All others go wherever there is room.
 _TOGETHER = {
-    "/ranks/": "ranks", "/test_backends.py": "Inductor", "compiled_segments": "Inductor",
+    "/ranks/": "ranks", "/session/": "session", "/test_backends.py": "Inductor", "compiled_segments": "Inductor",
     "/test_example_training.py": "training",
 }  # fmt: skip
 
