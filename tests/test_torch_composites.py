@@ -1,4 +1,4 @@
-"""Composites named as torch's functions, against these: values and gradients, with each dim sharded, and of open sizes."""
+"""Composites named as torch's functions, against these: values and gradients, sharded and of open sizes."""
 
 from __future__ import annotations
 
@@ -176,7 +176,8 @@ def test_a_composite_and_its_gradients_are_torch_s_wherever_it_is_sharded(name: 
     case = CASES[name]
     inputs = _inputs(case)
     wanted = _wanted(case, inputs)
-    for dim in range(len(case.shapes[0])):
+    last = len(case.shapes[0]) - 1
+    for dim in sorted({min(1, last), last}):  # The channels, and a spatial dim.
         for found, value in zip(_found(case, inputs, dim), wanted, strict=True):
             told = f"with dim {dim} sharded: {{}}".format
             torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-9, msg=told)
