@@ -159,8 +159,10 @@ def _weight_bwd_reference(grad: torch.Tensor, x: torch.Tensor, kernel: Any, stri
                           groups: int) -> torch.Tensor:  # fmt: skip
     shape = (grad.shape[1], x.shape[1] // groups, *kernel)
     of = [weight_gradients.conv1d_weight, weight_gradients.conv2d_weight, weight_gradients.conv3d_weight][x.ndim - 3]
-    per = [list(each) * (x.ndim - 2) if len(each) == 1 else list(each) for each in (stride, padding, dilation)]
-    return of(x, shape, grad, *per, groups)
+    stride, padding, dilation = (
+        list(each) * (x.ndim - 2) if len(each) == 1 else list(each) for each in (stride, padding, dilation)
+    )
+    return of(x, shape, grad, stride, padding, dilation, groups)
 
 
 OPS = (
