@@ -1,4 +1,4 @@
-"""Composites named as torch's functions, against these: values and gradients, whole and with each dim sharded."""
+"""Composites named as torch's functions, against these: values and gradients, sharded and of open sizes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Case(NamedTuple):
     build: Callable[..., Any]
     torch: Callable[..., Any]
     more: Sequence[torch.Tensor] = ()
+    may_be_open: bool = True
 
 
 def ints(*values: int, shape: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -57,12 +58,12 @@ CASES: dict[str, Case] = {
     "max_pool2d": Case([(2, 3, 8, 7)], lambda fd, x: fd.ops.max_pool(x, 3, 2, 1),
                        lambda x: list(F.max_pool2d(x, 3, 2, 1, return_indices=True))),
     "max_pool1d, ceil": Case([(2, 3, 10)], lambda fd, x: fd.ops.max_pool(x, 3, 2, 0, 2, True),
-                             lambda x: list(F.max_pool1d(x, 3, 2, 0, 2, True, return_indices=True))),
+                             lambda x: list(F.max_pool1d(x, 3, 2, 0, 2, True, return_indices=True)), may_be_open=False),
     "avg_pool2d": Case([(2, 3, 8, 6)], lambda fd, x: fd.ops.avg_pool(x, [2, 3]), lambda x: F.avg_pool2d(x, (2, 3))),
     "avg_pool2d, ceil": Case([(2, 2, 7, 6)], lambda fd, x: fd.ops.avg_pool(x, 3, 2, 1, True, False),
-                             lambda x: F.avg_pool2d(x, 3, 2, 1, True, False)),
+                             lambda x: F.avg_pool2d(x, 3, 2, 1, True, False), may_be_open=False),
     "avg_pool1d, padded": Case([(2, 2, 7)], lambda fd, x: fd.ops.avg_pool(x, 3, 2, 1, True),
-                               lambda x: F.avg_pool1d(x, 3, 2, 1, True)),
+                               lambda x: F.avg_pool1d(x, 3, 2, 1, True), may_be_open=False),
     "avg_pool3d, divisor": Case([(1, 2, 4, 4, 2)], lambda fd, x: fd.ops.avg_pool(x, 2, divisor=3),
                                 lambda x: F.avg_pool3d(x, 2, divisor_override=3)),
     "adaptive_avg_pool2d": Case([(2, 3, 7, 6)], lambda fd, x: fd.ops.adaptive_avg_pool(x, [4, 3]),
@@ -140,11 +141,17 @@ def _inputs(case: Case) -> list[torch.Tensor]:
     return [*(torch.randn(s, generator=generator, dtype=torch.float64) for s in case.shapes), *case.more]
 
 
-def _found(case: Case, inputs: Sequence[torch.Tensor], dim: int | None) -> list[torch.Tensor]:
-    """The results, and the gradients of the first by all real operands that it depends on."""
+def _found(
+    case: Case, inputs: Sequence[torch.Tensor], dim: int | None = None, is_open: bool = False
+) -> list[torch.Tensor]:
+    """The results, and the gradients of the first by all real operands that it depends on.
+
+    dim: that of the first operand which is sharded, if any. is_open: whether its sizes are open.
+    """
     fd = mf.FusionDefinition()
     kinds = {torch.float64: mf.DataType.Double, torch.int64: mf.DataType.Int, torch.bool: mf.DataType.Bool}
-    tensors = [fd.define_tensor(list(t.shape), dtype=kinds[t.dtype]) for t in inputs]
+    shapes = [[-1] * t.ndim if is_open and not place else list(t.shape) for place, t in enumerate(inputs)]
+    tensors = [fd.define_tensor(shape, dtype=kinds[t.dtype]) for shape, t in zip(shapes, inputs, strict=True)]
     made = case.build(fd, *tensors)
     results = list(made) if isinstance(made, (list, tuple)) else [made]
     for tensor in (*results, *fd.grad(fd.ops.sum(fd.ops.sin(results[0])), tensors[: len(case.shapes)])):
@@ -169,10 +176,34 @@ def test_a_composite_and_its_gradients_are_torch_s_wherever_it_is_sharded(name: 
     case = CASES[name]
     inputs = _inputs(case)
     wanted = _wanted(case, inputs)
-    for dim in (None, *range(len(case.shapes[0]))):
+    last = len(case.shapes[0]) - 1
+    for dim in sorted({min(1, last), last}):  # The channels, and a spatial dim.
         for found, value in zip(_found(case, inputs, dim), wanted, strict=True):
             told = f"with dim {dim} sharded: {{}}".format
             torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-9, msg=told)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.may_be_open])
+def test_so_they_are_where_sizes_are_open(name: str) -> None:
+    case = CASES[name]
+    inputs = _inputs(case)
+    for found, value in zip(_found(case, inputs, is_open=True), _wanted(case, inputs), strict=True):
+        torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-9)
+
+
+NORMS = ("batch_norm", "group_norm", "instance_norm", "avg_pool2d", "bilinear", "adaptive_avg_pool2d")
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_half_precision_is_computed_in_float32_and_comes_back(name: str) -> None:
+    case = CASES[name]
+    inputs = [t.bfloat16().float() for t in _inputs(case)]
+    fd = mf.FusionDefinition()
+    made = case.build(fd, *(fd.define_tensor(list(t.shape), dtype=mf.DataType.BFloat16) for t in inputs))
+    fd.add_output(made[0] if isinstance(made, (list, tuple)) else made)
+    (found,) = fd.simulate([t.bfloat16() for t in inputs])
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), _wanted(case, inputs)[0], rtol=5e-3, atol=5e-3)
 
 
 @pytest.mark.parametrize("dtype", [mf.DataType.Float, mf.DataType.Int])

@@ -50,14 +50,20 @@ def _checked(call: Call) -> tuple[TensorType, TensorType]:
     check_ndim(name, "the weight", weight, x.ndim, x.ndim)
     if check_dtypes(call).category is not Category.FLOAT:
         raise user_error(f"{name}: dtype", str(x), "floating point", "Cast the operands.", cls=DtypeError)
-    check_positive(name, "groups", call["groups"])
+    check_groups(call, ("the weight's first dim", weight.shape[0]), ("the input's channels", x.shape[1]))
     inside, given = weight.shape[0 if call["transposed"] else 1], x.shape[1]
     inside = inside if call["transposed"] else _times(inside, call["groups"])
     check_same_size(name, "the channels of input and weight", given, inside)
-    for what, n in (("the weight's first dim", weight.shape[0]), ("the input's channels", given)):
-        if n != UNKNOWN and n % call["groups"]:
-            raise user_error(f"{name}: {what}", f"{n} in {call['groups']} groups", "a multiple of the groups", "")
     return x, weight
+
+
+def check_groups(call: Call, *dims: tuple[str, int]) -> None:
+    """Raises DefinitionError unless the groups divide these dims, each with what it is."""
+    check_positive(call.op.name, "groups", call["groups"])
+    for what, n in dims:
+        if n != UNKNOWN and n % call["groups"]:
+            raise user_error(f"{call.op.name}: {what}", f"{n} in {call['groups']} groups", "a multiple of the groups",
+                             "Take another number of groups.")  # fmt: skip
 
 
 def _times(n: int, factor: int) -> int:

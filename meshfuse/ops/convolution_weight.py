@@ -12,7 +12,7 @@ import torch.nn.grad as weight_gradients
 
 from ..errors import user_error
 from ..kernels.table import kernel
-from .convolution import NOT_NATIVE, STRIDES, channel_factors, convolution_sample, convolution_windows
+from .convolution import NOT_NATIVE, STRIDES, channel_factors, check_groups, convolution_sample, convolution_windows
 from .halo import in_blocks
 from .opdef import Call, Emit, OpDef, Partial, Sample, Writing
 from .rules import Rule, RuleBuilder
@@ -29,14 +29,16 @@ def _weight_bwd_infer(call: Call) -> tuple[TensorType, ...]:
     check_ndim(call.op.name, "the input", x, 3, 5)
     check_ndim(call.op.name, "the gradient", grad, x.ndim, x.ndim)
     check_same_size(call.op.name, "the batches", grad.shape[0], x.shape[0])
+    check_groups(call, ("the input's channels", x.shape[1]), ("the gradient's channels", grad.shape[1]))
     kernel = tuple(map(known_size, per_dim(call.op.name, "kernel", call["kernel"], x.ndim - 2)))
     if UNKNOWN not in kernel:
         windows = convolution_windows(call, kernel)
         check_windows(call.op.name, windows)
         for m, n, w in zip(grad.shape[2:], x.shape[2:], windows, strict=True):
-            if UNKNOWN not in (m, n) and not m * w.stride <= n + w.before + w.after - w.reach - 1 + w.stride:
-                raise user_error(f"{call.op.name}: the gradient has more windows than the input", f"{grad} for {x}",
-                                 f"{w.results(n)} or fewer", "Pass the convolution's operands.")  # fmt: skip
+            # Output padding makes fewer, where the operands of a transposed convolution change places.
+            if UNKNOWN not in (m, n) and not 0 <= w.results(n) - m < w.dilation:
+                raise user_error(f"{call.op.name}: gradient and input have different windows", f"{grad} for {x}",
+                                 f"{w.results(n)} windows", "Pass the convolution's operands.")  # fmt: skip
     inside = UNKNOWN if x.shape[1] == UNKNOWN else x.shape[1] // call["groups"]
     return (TensorType((grad.shape[1], inside, *kernel), check_dtypes(call)),)
 
@@ -157,8 +159,10 @@ def _weight_bwd_reference(grad: torch.Tensor, x: torch.Tensor, kernel: Any, stri
                           groups: int) -> torch.Tensor:  # fmt: skip
     shape = (grad.shape[1], x.shape[1] // groups, *kernel)
     of = [weight_gradients.conv1d_weight, weight_gradients.conv2d_weight, weight_gradients.conv3d_weight][x.ndim - 3]
-    per = [list(each) * (x.ndim - 2) if len(each) == 1 else list(each) for each in (stride, padding, dilation)]
-    return of(x, shape, grad, *per, groups)
+    stride, padding, dilation = (
+        list(each) * (x.ndim - 2) if len(each) == 1 else list(each) for each in (stride, padding, dilation)
+    )
+    return of(x, shape, grad, stride, padding, dilation, groups)
 
 
 OPS = (
