@@ -41,6 +41,7 @@ def imports(body: list[ast.stmt]) -> Iterator[ast.ImportFrom]:
                 yield node
 
 
+@pytest.mark.slow
 def test_modules_import_in_no_circle_and_late_only_what_is_meant_to_be() -> None:
     whole: dict[str, set[str]] = {}
     late: set[tuple[str, str]] = set()
