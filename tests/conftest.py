@@ -51,13 +51,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 # So many cases of a test with parameters are run with `--quick`: the first, the last, and one between.
 _CASES = 3
+# Left out of it: tests of real ranks, and those that search for plans and compare them, which takes minutes.
+_LONG = (
+    "/ranks/", "/test_disagreements.py", "/test_exact_planner.py", "/test_exhaustive.py", "/test_folding.py",
+    "/test_free_outputs.py", "/test_gathered_weights.py", "/test_grids.py", "/test_growth.py", "/test_halos.py",
+    "/test_nearby.py", "/test_parts.py", "/test_picked.py", "/test_pinned.py", "/test_pins.py", "/test_places.py",
+    "/test_random_gradients.py", "/test_random_programs.py", "/test_rolls.py", "/test_searches.py",
+    "/test_shardy_agreement.py", "/test_shardy_classes.py", "/test_shifts.py", "/test_slices_of_sums.py",
+    "/test_sums.py",
+)  # fmt: skip
 
 
 def _quick(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """A few cases of each test that is neither slow nor one of real ranks."""
+    """A few cases of each test that is neither slow nor long."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if "/ranks/" not in item.nodeid and not any(item.iter_markers("slow")):
+        if not any(part in item.nodeid for part in _LONG) and not any(item.iter_markers("slow")):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         last, steps = len(cases) - 1, _CASES - 1

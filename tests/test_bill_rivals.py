@@ -102,6 +102,7 @@ def test_loops_count_as_often_as_they_run() -> None:
         hlo.wire_bytes(module(loop, more=body), 8)
 
 
+@pytest.mark.slow
 def test_dtensor_is_counted_as_by_hand() -> None:
     """One all-reduce of the result; two gathers and an all-reduce; what it cannot say is told."""
     ids = ["a1", "j4", "n6", "k2"]
@@ -113,6 +114,7 @@ def test_dtensor_is_counted_as_by_hand() -> None:
     assert "k2" not in found.mb and "not evenly divisible" in found.failed["k2"]
 
 
+@pytest.mark.slow
 def test_a_rival_that_fails_is_an_error() -> None:
     with pytest.raises(subprocess.CalledProcessError):
         run.measure_rival("rival_dtensor.py", sys.executable, ["no such program"])

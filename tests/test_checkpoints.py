@@ -490,6 +490,7 @@ def test_what_a_disk_refuses_a_save_at_any_moment_fails_it_on_all_ranks_or_on_no
     assert count > 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_what_a_disk_refuses_a_load_at_any_moment_fails_it_on_all_ranks_or_on_none(tmp_path, worlds, victim):
     mf.save(tmp_path, {"t": torch.arange(4.0), "n": 7})

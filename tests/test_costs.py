@@ -291,6 +291,7 @@ def test_propagation_puts_the_bytes_on_the_fast_axis(fast: str, slow: str) -> No
     assert bytes_by_axis(conflicting("add", links)).keys() == {fast}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fast", "slow"), [("dp", "tp"), ("tp", "dp")])
 def test_bytes_leave_the_slow_axis_where_that_takes_less_time(fast: str, slow: str) -> None:
     """Either operand may be laid as the other, or both be moved; what the fast axis takes may be more in all."""
@@ -304,6 +305,7 @@ def test_bytes_leave_the_slow_axis_where_that_takes_less_time(fast: str, slow: s
     assert seconds(linked) < seconds(unlinked) if slow in unlinked else linked == unlinked
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.data())
 def test_a_plan_for_the_links_is_no_slower_on_them_than_one_that_counts_bytes(data: st.DataObject) -> None:
@@ -322,6 +324,7 @@ def test_a_plan_for_the_links_is_no_slower_on_them_than_one_that_counts_bytes(da
     check_values(found.steps, shape)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.data())
 def test_values_move_right_on_axes_of_any_speed(data: st.DataObject) -> None:

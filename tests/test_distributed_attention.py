@@ -95,6 +95,7 @@ def test_attention_drops_the_same_on_every_mesh() -> None:
         assert_close(other, tuple(runs[0]), 1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forms_forced")
 def test_attention_s_scale_may_be_a_scalar_of_the_definition() -> None:
     shapes, sharded = ATTENTION["one row of q"]

@@ -116,6 +116,7 @@ def test_explain_says_that_an_op_is_computed_whole() -> None:
     assert "there was no other way to compute it" in text
 
 
+@pytest.mark.slow
 def test_computed_whole_from_a_split_operand() -> None:
     """What gathers an operand is not told that none is split."""
     with mf.FusionDefinition() as fd:

@@ -118,6 +118,7 @@ def alternatives(text: str) -> list[tuple[str, str]]:
     return [(taken.group(1), other.group(1))] if taken and other else []
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(definitions((), open_sizes=True).flatmap(annotations))
 def test_an_alternative_is_another_one(fd: mf.FusionDefinition) -> None:

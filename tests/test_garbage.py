@@ -104,6 +104,7 @@ def deep(rows: int) -> mf.FusionDefinition:
     return fd
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [0, 30_000])
 def test_what_plannings_leave_behind_is_little(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """A program holds its plan; tables of planning are dropped once they hold so much, whichever module has them."""

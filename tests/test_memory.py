@@ -80,6 +80,7 @@ def sequence_parallel(**bounds: Any) -> mf.FusionDefinition:
     return fd
 
 
+@pytest.mark.slow
 def test_what_an_op_made_is_kept_in_parts_and_gathered_again():
     """Rows that a product needs whole, in the forward and for its weight's gradient."""
     free = sequence_parallel()
@@ -91,6 +92,7 @@ def test_what_an_op_made_is_kept_in_parts_and_gathered_again():
     assert_same_as_unsharded(fd, inputs_for(fd))
 
 
+@pytest.mark.slow
 def test_without_a_limit_a_weight_is_gathered_once():
     assert gathers(fsdp()) == LAYERS
 
@@ -110,6 +112,7 @@ def test_the_numbers_are_those_of_unsharded_torch():
     assert_same_as_unsharded(fd, inputs_for(fd))
 
 
+@pytest.mark.slow
 def test_no_more_is_gathered_again_than_the_limit_asks():
     """Of layers that are all alike one weight after the other is given up, and none of those that do not help."""
     free = fsdp().memory().peak
@@ -127,6 +130,7 @@ def ran(fd: mf.FusionDefinition) -> ReshardedDefinition:
     return replace(fd.latest().resharded, statements=tuple(statements))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", range(0, 8, 2))
 def test_the_limit_is_kept_by_what_runs(saved: int):
     """Also by small gathers, which would otherwise come together, and the sums of gradients, which would come last."""
@@ -136,6 +140,7 @@ def test_the_limit_is_kept_by_what_runs(saved: int):
     assert (gathers(fd) > 8) == (saved > 0)
 
 
+@pytest.mark.slow
 def test_communications_ahead_of_their_need_keep_to_what_is_left():
     free = fsdp().compile()
     limit = fsdp().memory().peak + 1000
@@ -158,6 +163,7 @@ def test_a_limit_that_is_kept_warns_of_nothing():
         fsdp(max_memory=1e9).compile()
 
 
+@pytest.mark.slow
 def test_the_limit_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MESHFUSE_MAX_MEMORY", str(fsdp().memory().peak - 1))
     assert gathers(fsdp()) > LAYERS
@@ -300,6 +306,7 @@ def ops_of(resharded: ReshardedDefinition) -> list[int]:
     return [statement.node for statement in resharded.statements if statement.node is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("planned_once")
 def test_whatever_is_dropped_the_numbers_are_right():
     """Nothing is read that was dropped, and what is made again is what it was."""
@@ -323,6 +330,7 @@ def test_whatever_is_dropped_the_numbers_are_right():
     assert sum(n > 0 for n in more) > len(more) / 10, "the programs tried hardly ever move anything again"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("planned_once")
 @settings(max_examples=100)
 @given(PROGRAMS)
@@ -331,6 +339,7 @@ def test_the_modelled_memory_is_that_of_the_program_that_runs(fd: mf.FusionDefin
     assert fd.latest().graph.streams or modelled == peak(ran(fd)).nbytes
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(PROGRAMS, st.sampled_from([0.0, 0.6, 0.8, 0.95]))
 def test_no_peak_gets_higher(fd: mf.FusionDefinition, part: float):

@@ -40,6 +40,7 @@ def run(halves: Halves, inputs: Sequence[Any], kept: Sequence[int]) -> list[torc
     return each.simulate([*others, *made], check_replicas=True)
 
 
+@pytest.mark.slow
 @pytest.mark.fuzz
 @settings(max_examples=50)
 @given(definitions(open_sizes=True).flatmap(annotations), st.integers(0, 99), st.booleans(), st.data())

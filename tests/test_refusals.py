@@ -225,8 +225,9 @@ def test_the_look_ups_here_are_all_that_there_are() -> None:
     assert indexed == set(LOOKUPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOKUPS)
-def test_compiled_segments_tell_it_as_eager_ones_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_compiled_segments_are_those_of_eager_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHFUSE_BACKEND", "inductor")
     fd = lookup(forward(name), SPECS["rows"])
     for place in (5, 6):

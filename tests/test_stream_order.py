@@ -85,6 +85,7 @@ def test_programs_need_no_order_but_their_events(name: str) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(definitions(min_ops=3, max_ops=10).flatmap(annotations))
 def test_random_programs_need_no_order_but_their_events(fd: mf.FusionDefinition) -> None:

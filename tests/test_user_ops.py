@@ -18,6 +18,7 @@ from meshfuse.testing import annotations, assert_same_as_unsharded, check_op, de
 from user_ops import DOUBLE, USERS, scaled_product
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", USERS, ids=lambda op: op.name)
 def test_ops_made_of_a_torch_function_are_right(op: mf.OpDef) -> None:
     check_op(op, max_examples=30)
@@ -32,6 +33,7 @@ def registered() -> Iterator[None]:
         mf.unregister_op(op)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("registered")
 def test_a_registered_op_is_one_of_fd_ops() -> None:
     mesh = mf.DeviceMesh((4,), ("x",))
@@ -110,6 +112,7 @@ def test_a_users_op_of_empty_tensors_is_right(
             torch.testing.assert_close(one, expected.detach())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("registered")
 @settings(max_examples=25)
 @given(definitions(ops=USERS, families=["shapes"], max_ops=6).flatmap(annotations))

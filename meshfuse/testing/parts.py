@@ -228,5 +228,5 @@ class Sharded:
                     f"result {place} has local shape {list(result.shape)}, its factors give {list(wanted)}", rank
                 )
             if result.dtype != torch_dtype(one.ttype):
-                raise Wrong(f"result {place} is of {result.dtype}, the type rule says {torch_dtype(one.kind)}", rank)
+                raise Wrong(f"result {place} is of {result.dtype}, the type rule says {torch_dtype(one.ttype)}", rank)
             one.add(tuple(tuple(i.tolist()) for i in index), result, self.reduce, rank)
