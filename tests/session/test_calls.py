@@ -55,7 +55,9 @@ def test_tensors_of_every_dtype(threaded: di.Session, processes: di.Session, dty
         for tensor in (small, large, small.t(), large[::2, 1:], small[:0], small[0, 0]):
             found = session.call(lambda x: x, tensor)[3]
             assert found.dtype == dtype and found.shape == tensor.shape
-            assert torch.equal(found.contiguous().view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8))
+            assert torch.equal(
+                found.contiguous().view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8)
+            )
 
 
 def test_tensors_go_to_worker_0_and_back(session: di.Session) -> None:

@@ -262,7 +262,10 @@ def raise_failure(answer: Frame, what: str) -> None:
     if answer.kind != DONE:
         raised: Raised = loads(answer.payload)
         error: WorkerError = rebuild(raised, caller_line(), what)
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # Else frame and error would hold each other, and the references in the frames around.
 
 
 def _place() -> str:

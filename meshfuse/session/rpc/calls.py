@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import marshal
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -101,7 +102,8 @@ class Calls:
         if peer.id == self.me.id:
             self.table.add(number, fork)
         made._created = self.agent.submit(self._prepare(peer, _create, arguments, {}, limit))
-        made._created.add_done_callback(lambda done: _confirm(done, made))
+        seen = weakref.ref(made)  # The future must not keep the reference alive.
+        made._created.add_done_callback(lambda done: _confirm(done, seen()))
         return made
 
     def _checked(self, to: Any, function: Any, timeout: Any) -> WorkerInfo:
@@ -302,7 +304,7 @@ def calls() -> Calls:
 
 
 def _awaited(result: Any) -> Any:
-    if not isinstance(result, torch.futures.Future):
+    if not isinstance(result, torch._C.Future):
         raise user_error(
             "a function of async_execution", shown(result), "a torch.futures.Future as its result", "",
             caller_line(), ArgumentError,
@@ -310,13 +312,14 @@ def _awaited(result: Any) -> Any:
     return result.wait()
 
 
-def _confirm(done: Any, made: RRef[Any]) -> None:
+def _confirm(done: Any, made: RRef[Any] | None) -> None:
     """The owner has answered to `remote`: it knows the reference, whether or not the function raised."""
     try:
         done.value()
     except Exception:
         return
-    made.confirm()
+    if made is not None:
+        made.confirm()
 
 
 # What runs on the other side.
