@@ -133,7 +133,7 @@ class Session(Controller):
         return self._call(collectives.send_between, (src, dst, sender, receiver), {}, "send_to_worker")
 
     def init_rpc(self, timeout: float | None = None) -> None:
-        """Let the workers, this process among them, call one another by `meshfuse.session.rpc`, as worker0, worker1, ...
+        """Let the workers, this process among them, call one another by `rpc`, under the names worker0, worker1, ...
 
         Ends by `s.call(rpc.shutdown)`, or with the session. Workers must be processes. timeout: seconds of a call.
         """

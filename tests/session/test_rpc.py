@@ -117,10 +117,14 @@ def test_nested_calls_that_come_back() -> None:
     assert rpc.remote("worker1", chained, ("worker0", 4)).to_here() == 50
 
 
+def many(to: int) -> None:
+    assert [rpc.rpc_sync(to, add, (i,)) for i in range(25)] == list(range(1, 26))
+
+
 def test_many_at_a_time() -> None:
     futures = [rpc.rpc_async(i % 4, add, (i,)) for i in range(400)]
     assert torch.futures.wait_all(futures) == [i + 1 for i in range(400)]
-    threads = [threading.Thread(target=lambda: [rpc.rpc_sync(to, add, (1,)) for _ in range(25)]) for to in (1, 2, 3)]
+    threads = [threading.Thread(target=many, args=(to,)) for to in (1, 2, 3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -158,7 +162,7 @@ def test_time_limits() -> None:
     (lambda: rpc.rpc_sync(1, "add"), "rpc: found 'add', needed a function"),
     (lambda: rpc.rpc_sync(1, add, (1,), timeout=-3), "rpc: timeout: found -3, needed seconds"),
     (lambda: pickle.dumps(rpc.RRef(1)), "an RRef cannot be pickled"),
-    (lambda: rpc.remote(1, add, (1,)).local_value(), "local_value: found a reference on worker0, needed one on its owner"),
+    (lambda: rpc.remote(1, add, (1,)).local_value(), "local_value: found a reference on worker0"),
 ])  # fmt: skip
 def test_wrong_arguments(call, text: str) -> None:
     with pytest.raises(ArgumentError, match=text):
@@ -334,7 +338,8 @@ SCRIPT = """
         for round in range(2):
             rpc.init_rpc(f"peer{rank}")
             if rank == 0:
-                assert rpc.rpc_sync("peer1", note, (1,)) == 1 + 2 * round and rpc.rpc_sync("peer1", lambda: note(2)) == 2 + 2 * round
+                assert rpc.rpc_sync("peer1", note, (1,)) == 1 + 2 * round
+                assert rpc.rpc_sync("peer1", lambda: note(2)) == 2 + 2 * round
                 kept = rpc.remote("peer2", note, (1,))
             rpc.shutdown()
         rpc.init_rpc(f"peer{rank}")
@@ -352,7 +357,7 @@ SCRIPT = """
         try:
             rpc.shutdown()
         except di.WorkerLost as error:
-            print("left", "peer1 (rank 1) is gone: its process has ended before it came to leaving" in str(error))
+            print("left", "peer1 (rank 1) is gone: its process has ended" in str(error) or error)
 """
 
 

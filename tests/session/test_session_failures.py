@@ -95,7 +95,7 @@ def test_the_first_failure_is_raised_and_later_calls_are_skipped(session: di.Ses
         and caught.value.call == caught.value.failures[caught.value.worker].call
     )
     assert session.call(lambda: __import__("builtins").__dict__.get("_told"))[3] is None
-    with pytest.raises(ArgumentError, match="register .* of worker 1 is empty"):
+    with pytest.raises(ArgumentError, match=r"register .* of worker 1 is empty"):
         empty.debug_get_from_remote(1)
 
 

@@ -7,6 +7,7 @@ again.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import threading
@@ -33,7 +34,7 @@ REQUEST = 60
 _ROLE = "rpc"
 # Calls that are under way at a time, of those that were issued without waiting.
 _MOST_ASYNC = 256
-FOREVER = 30 * 365 * 24 * 3600.0
+FOREVER = 1e6  # Seconds; poll takes at most 2³¹ milliseconds.
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +227,7 @@ class Agent:
             result = action()
         except BaseException as error:
             self._done()
-            future.set_exception(error)  # type: ignore[arg-type]
+            fail(future, error)
             return
         self._done()
         future.set_result(result)
@@ -250,6 +251,24 @@ class Agent:
         for connection in connections:
             connection.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def fail(future: torch.futures.Future[Any], error: BaseException) -> None:
+    """Give a future an error, of which each reader raises a copy.
+
+    torch's futures are not seen by Python's garbage collector: an error that has been raised holds the frames of its
+    readers, and these the future.
+    """
+
+    def raise_copy(stored: BaseException) -> None:
+        try:
+            found = copy.copy(stored)
+        except Exception:  # a class of other arguments than its `args`
+            found = stored
+        raise found
+
+    future._set_unwrap_func(raise_copy)  # type: ignore[attr-defined]
+    future.set_result(error.with_traceback(None))
 
 
 def failure_frame(error: BaseException, rank: int, number: int) -> Frame:

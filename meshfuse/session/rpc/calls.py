@@ -17,7 +17,7 @@ from ..errors import SessionError
 from ..messages import DONE
 from ..pickling import Tracked, dumps, loads
 from ..wire import Frame
-from .agent import FOREVER, REQUEST, Agent, WorkerInfo, failure_frame, raise_failure
+from .agent import FOREVER, REQUEST, Agent, WorkerInfo, fail, failure_frame, raise_failure
 from .contexts import Contexts, Message, Told, arrived, written
 from .functions import ASYNC
 from .rref import Id, Job, RRef, Table, set_peer
@@ -333,7 +333,7 @@ def _create(number: Id, fork: Id, function: Any, args: Any, kwargs: Any) -> None
         if getattr(function, ASYNC, False):
             result = _awaited(result)
     except Exception as error:
-        future.set_exception(error)  # type: ignore[arg-type]
+        fail(future, error)
         return
     future.set_result(result)
 
