@@ -140,7 +140,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _function(module: str, name: str) -> Any:
-    found: Any = sys.modules.get(module) or importlib.import_module(module)
+    found: Any = sys.modules.get(module)
+    if found is None or getattr(getattr(found, "__spec__", None), "_initializing", False):
+        found = importlib.import_module(module)  # which waits for another thread that imports it
     for part in name.split("."):
         found = getattr(found, part)
     return found

@@ -33,7 +33,7 @@ from ..wire import Closed, Connection, Frame, Late, Waiter
 REQUEST = 60
 _ROLE = "rpc"
 # Calls that are under way at a time, of those that were issued without waiting.
-_MOST_ASYNC = 256
+_MOST_ASYNC = 64
 FOREVER = 1e6  # Seconds; poll takes at most 2³¹ milliseconds.
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError, caller_line, shown, user_error
-from ..errors import SessionError
+from ..errors import SessionError, describe, rebuild
 from ..messages import DONE
 from ..pickling import Tracked, dumps, loads
 from ..wire import Frame
@@ -333,7 +333,8 @@ def _create(number: Id, fork: Id, function: Any, args: Any, kwargs: Any) -> None
         if getattr(function, ASYNC, False):
             result = _awaited(result)
     except Exception as error:
-        fail(future, error)
+        # With its traceback as text, which its readers are shown.
+        fail(future, rebuild(describe(error, calls().me.id, 0), None, "of rpc.remote"))
         return
     future.set_result(result)
 
