@@ -79,7 +79,8 @@ def session_times(channel: BareChannel, count: int) -> dict[str, float]:
     """Call and sync, issue, copies."""
     found: dict[str, list[float]] = {}
     with di.ThreadedSession(4) as threads, di.ProcessSession(4) as processes:
-        functions = {session: session.call(lambda: int) for session in (threads, processes)}
+        kinds: tuple[di.Session, ...] = (threads, processes)
+        functions = {session: session.call(lambda: int) for session in kinds}
 
         def call_and_sync(session: di.Session) -> None:
             functions[session](1)

@@ -135,7 +135,7 @@ def as_tensor(memory: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> torch
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, kept alive by the view. torch's own way needs NumPy."""
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.__dict__["tensor"] = tensor
+    vars(memory)["tensor"] = tensor
     return memoryview(memory).cast("B")
 
 

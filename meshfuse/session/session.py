@@ -197,7 +197,7 @@ class Session(Controller):
 
     def whole(self, ref: DRef) -> torch.Tensor:
         """The global tensor of a distributed one."""
-        placed = ref.placed() if callable(ref.placed) else ref.placed
+        placed: Any = ref.placed() if callable(ref.placed) else ref.placed
         if placed is None:
             raise user_error(
                 "full_tensor of a DRef that is not distributed", repr(ref),

@@ -267,7 +267,7 @@ def fail(future: torch.futures.Future[Any], error: BaseException) -> None:
             found = stored
         raise found
 
-    future._set_unwrap_func(raise_copy)  # type: ignore[attr-defined]
+    future._set_unwrap_func(raise_copy)
     future.set_result(error.with_traceback(None))
 
 
