@@ -11,7 +11,7 @@ PYTEST = $(PY) -m pytest -q
 PARALLEL = -n 2 --dist loadscope
 
 .PHONY: help env run check quick test test-nvfuser ledger ledger-check faults fuzz lint gpu-check
-.PHONY: bench bench-bills bench-compile bench-runtime
+.PHONY: bench bench-bills bench-compile bench-runtime bench-session test-session
 
 help:
 	@echo "make run        environment and main job: a GPT on simulated ranks, then on 4 real ones"
@@ -21,9 +21,11 @@ help:
 	@echo "make ledger     plans the ledger's programs anew, prints what changed and writes tests/ledger/ledger.json;"
 	@echo "                make ledger-check prints only; NAMES='random/ bills/d' for those whose names start so"
 	@echo "make faults     kills, stops and misleads ranks, REPEAT=20 times each, and looks at what is left"
+	@echo "make test-session  the tests of sessions, each fault REPEAT=20 times"
 	@echo "make fuzz       random programs until one fails or Ctrl-C"
 	@echo "make bench      the benchmarks: bench-bills (bytes on the wire), bench-compile (time to compile)"
-	@echo "                and bench-runtime (steps on real ranks, beside hand-written torch and DTensor)"
+	@echo "                and bench-runtime (steps on real ranks, beside hand-written torch and DTensor),"
+	@echo "                bench-session (calls of a session and rpc, beside a bare channel and torch's RPC)"
 	@echo "make gpu-check  the tests that need a GPU"
 
 env:
@@ -61,6 +63,10 @@ ledger-check: env
 faults: env
 	@$(PY) tests/ranks/faults.py --repeat $(or $(REPEAT),20) $(FAULTS)
 
+# Faults that come at other moments each time.
+test-session: env
+	@SESSION_REPEAT=$(or $(REPEAT),20) $(PYTEST) -n 0 --timeout=1200 tests/session
+
 fuzz: env
 	@while $(PYTEST) -m fuzz --hypothesis-profile=fuzz --timeout=0; do :; done; exit 1
 
@@ -73,7 +79,7 @@ gpu-check:
 	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTEST) -m gpu tests/nvfuser
 	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTEST) -m gpu -n 0 tests/ranks/test_nccl.py
 
-bench: bench-bills bench-compile bench-runtime
+bench: bench-bills bench-compile bench-runtime bench-session
 
 bench-bills: env
 	@$(PY) benchmarks/bills/run.py
@@ -84,3 +90,6 @@ bench-compile: env
 bench-runtime: env
 	@$(PY) benchmarks/runtime/run.py
 	@$(PY) benchmarks/runtime/first_calls.py
+
+bench-session: env
+	@$(PY) benchmarks/session/run.py

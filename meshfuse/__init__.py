@@ -47,7 +47,7 @@ _HOME = {
     "load": "checkpoint",
 }
 # Modules that users name in full. They are no part of `from meshfuse import *`, which would load them.
-_MODULES = ("costs", "nvfuser_direct", "testing")
+_MODULES = ("costs", "nvfuser_direct", "session", "testing")
 __all__ = [
     "ArgumentError",
     "CheckpointError",
@@ -87,6 +87,7 @@ __all__ = [
 if TYPE_CHECKING:
     from . import costs as costs
     from . import nvfuser_direct as nvfuser_direct
+    from . import session as session
     from . import testing as testing
     from .checkpoint import load, save
     from .costs import Link, Machine

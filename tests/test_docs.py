@@ -36,7 +36,10 @@ def run_forked(folder: Path, script: Path, *words: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "name"), [("README.md", "readme.py"), ("docs/context-parallel.md", "ring.py")])
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [("README.md", "readme.py"), ("docs/context-parallel.md", "ring.py"), ("docs/session.md", "session.py")],
+)
 def test_the_example_of_a_page_prints_what_the_page_shows(page: str, name: str, tmp_path: Path) -> None:
     blocks = BLOCK.findall((ROOT / page).read_text())
     code = next(text for kind, text in blocks if kind == "python")
@@ -121,3 +124,9 @@ def test_the_gpt_compiles_for_256_ranks(tmp_path: Path) -> None:
 def test_importing_meshfuse_loads_neither_torch_nor_nvfuser() -> None:
     check = "import sys, meshfuse; print([m for m in ('torch', 'nvfuser_direct', 'numpy') if m in sys.modules])"
     assert run("-c", check).strip() == "[]"
+
+
+def test_the_example_of_a_session_serves_and_survives(tmp_path: Path) -> None:
+    printed = run_forked(tmp_path, ROOT / "examples/session/serve.py")
+    assert printed.startswith("<ProcessSession of 4 workers>\nworker 1 holds (64, 64) of (256, 64)\n")
+    assert "worker 2 raised ValueError: a bug on worker 2" in printed and printed.endswith("still serving\n")

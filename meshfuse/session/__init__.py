@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 from . import autograd, optim, rpc
 from .builtin import group_id, num_workers, worker_id
 from .dref import DRef
@@ -19,3 +22,9 @@ __all__ = [
     "SocketSession", "ThreadedSession", "WorkerError", "WorkerLost", "WorkerTimeout", "autograd", "group_id",
     "num_workers", "optim", "register_func", "register_global_func", "rpc", "worker_id",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name == "remote":  # Run as a script, it must not have been imported before.
+        return importlib.import_module(".remote", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -135,12 +135,14 @@ def as_tensor(memory: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> torch
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, kept alive by the view. torch's own way needs NumPy."""
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.__dict__["tensor"] = tensor
+    vars(memory)["tensor"] = tensor
     return memoryview(memory).cast("B")
 
 
 def _function(module: str, name: str) -> Any:
-    found: Any = sys.modules.get(module) or importlib.import_module(module)
+    found: Any = sys.modules.get(module)
+    if found is None or getattr(getattr(found, "__spec__", None), "_initializing", False):
+        found = importlib.import_module(module)  # which waits for another thread that imports it
     for part in name.split("."):
         found = getattr(found, part)
     return found

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from ..argument_checks import as_int
 from ..errors import ArgumentError, SourceLine, caller_line, shown, user_error
@@ -30,6 +30,7 @@ from .pickling import dumps, loads
 from .registry import registered
 from .wire import Closed, Frame, Late
 
+C = TypeVar("C", bound="Controller")
 _REMEMBERED = 4096  # Issued calls whose lines are known.
 _open: weakref.WeakSet[Controller] = weakref.WeakSet()
 
@@ -328,6 +329,10 @@ class Controller:
                 self._raise_failures()
             return loads(answer.payload, answer.buffers)
 
+    def whole(self, ref: DRef) -> Any:
+        """The global tensor of a distributed one."""
+        raise NotImplementedError
+
     def put(self, ref: DRef, worker: int, value: Any) -> None:
         """Put a value into a DRef's register of one worker."""
         ref.check()
@@ -372,7 +377,7 @@ class Controller:
             self._end.detach()
             _open.discard(self)
 
-    def __enter__(self) -> Controller:
+    def __enter__(self: C) -> C:
         return self
 
     def __exit__(self, *_: object) -> None:

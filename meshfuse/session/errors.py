@@ -34,8 +34,11 @@ class WorkerError(MeshfuseError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The class was made for one exception type and has no name that pickle could find.
-        base, args = (type(self).__mro__[2], self.args) if type(self) is not WorkerError else (None, self.args)
-        return _again, (base, args, self.worker, self.call, self.trace, self.cause_type, self.where)
+        base = getattr(type(self), "_original", None)
+        return _again, (base, self.args, self.worker, self.call, self.trace, self.cause_type, self.where)
+
+
+_OURS = {"worker", "call", "trace", "cause_type", "where", "failures"}
 
 
 class WorkerLost(SessionError):
@@ -91,11 +94,14 @@ def _pickled(error: BaseException) -> bytes | None:
 
     An exception's own pickle calls its class with `args`, which fails for classes of other parameters.
     """
+    # Of an error that has come from another worker, the class that it had there.
+    kind = getattr(type(error), "_original", type(error))
+    attributes = {name: value for name, value in error.__dict__.items() if name not in _OURS}
     try:
-        return pickle.dumps((type(error), error.args, error.__dict__))
+        return pickle.dumps((kind, error.args, attributes))
     except Exception:
         try:
-            return pickle.dumps((type(error), tuple(map(str, error.args)), {}))
+            return pickle.dumps((kind, tuple(map(str, error.args)), {}))
         except Exception:
             return None
 
@@ -107,7 +113,7 @@ def rebuild(raised: Raised, where: SourceLine | None, what: str) -> WorkerError:
     """
     base, args, attributes = _original(raised.kind)
     error = _make(base, args)
-    error.__dict__.update({name: value for name, value in attributes.items() if name != "where"})
+    error.__dict__.update(attributes)
     error.worker, error.call, error.cause_type = raised.worker, raised.call, raised.name
     head = f"worker {raised.worker} raised {raised.text}, in call {raised.call}, {what}"
     error.trace = f"{head}\n{raised.trace}"
@@ -141,7 +147,7 @@ def _class_of(base: type[BaseException]) -> type[WorkerError]:
     if not issubclass(base, Exception):
         return WorkerError
     try:
-        made = type(base.__name__, (WorkerError, base), {"__module__": base.__module__})
+        made = type(base.__name__, (WorkerError, base), {"__module__": base.__module__, "_original": base})
         base.__new__(made)
     except TypeError:  # classes that cannot have subclasses, or whose instances only they can make
         return WorkerError

@@ -21,7 +21,7 @@ from .wire import Closed, Connection, Frame
 log = logging.getLogger("meshfuse.session")
 HELLO = 40
 # Peers that have not shown the token yet; more are closed at once.
-_MOST_STRANGERS = 64
+_MOST_STRANGERS = 512
 
 
 class Listener:

@@ -51,8 +51,12 @@ class Node:
         return self.connection.fileno()
 
     def read(self) -> None:
-        """Read one message. Raises Closed."""
-        frame = self.connection.receive()
+        """Read all messages that have come. Raises Closed."""
+        self._heed(self.connection.receive())
+        while self.connection.is_ready():
+            self._heed(self.connection.receive())
+
+    def _heed(self, frame: Frame) -> None:
         if frame.kind == ENDED:
             self._ended[frame.number] = bytes(frame.payload).decode()
         elif frame.kind == OUTPUT:

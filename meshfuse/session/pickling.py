@@ -117,7 +117,7 @@ def _finished(made: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     """A tensor that has been read: one that requires a gradient is collected where somebody asks."""
     if _tracking.received is not None and requires_grad:
         _tracking.received.append(made.requires_grad_())
-        return _Received.apply(made)  # type: ignore[return-value]
+        return _Received.apply(made)
     return made.requires_grad_(requires_grad)
 
 

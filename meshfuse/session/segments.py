@@ -109,7 +109,7 @@ class SegmentReader:
         offsets, total = layout(sizes)
         assert total <= placed.size <= memory.nbytes
         lease = (ctypes.c_char * total).from_address(memory.data_ptr())
-        lease.__dict__["memory"] = memory
+        vars(lease)["memory"] = memory
         weakref.finalize(lease, self.released.append, placed.number).atexit = False
         whole = memoryview(lease).cast("B")
         return [whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]

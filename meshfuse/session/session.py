@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from .distributed import Placed
 from .dref import DRef
 from .handshake import TOKEN, token_of
 from .nodes import Nodes
+from .rpc import start as rpc_start
 from .safetensors import find
 
 
@@ -30,6 +32,8 @@ class Session(Controller):
 
     `in_group`: a collective is of each group of workers by itself; False for one of all workers.
     """
+
+    _rpc_groups = 0
 
     # Values
 
@@ -128,6 +132,19 @@ class Session(Controller):
             src._worker(worker)
         return self._call(collectives.send_between, (src, dst, sender, receiver), {}, "send_to_worker")
 
+    def init_rpc(self, timeout: float | None = None) -> None:
+        """Let the workers, this process among them, call one another by `rpc`, under the names worker0, worker1, ...
+
+        Ends by `s.call(rpc.shutdown)`, or with the session. Workers must be processes. timeout: seconds of a call.
+        """
+        if isinstance(self, ThreadedSession):
+            raise user_error("init_rpc", "workers that are threads", "one process for each", "Use a ProcessSession.",
+                             caller_line(), ArgumentError)  # fmt: skip
+        self._rpc_groups += 1
+        limit = self.timeout if timeout is None else timeout
+        self._call(rpc_start.join, (secrets.token_hex(32), limit, self._rpc_groups), {}, "init_rpc")
+        self.sync()
+
     # Distributed tensors and definitions
 
     def distribute_tensor(self, tensor: torch.Tensor, sharding: Sharding) -> DRef:
@@ -180,7 +197,7 @@ class Session(Controller):
 
     def whole(self, ref: DRef) -> torch.Tensor:
         """The global tensor of a distributed one."""
-        placed = ref.placed() if callable(ref.placed) else ref.placed
+        placed: Any = ref.placed() if callable(ref.placed) else ref.placed
         if placed is None:
             raise user_error(
                 "full_tensor of a DRef that is not distributed", repr(ref),

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from .links import Link, SocketLink
 from .messages import FAILURE, PLACE
-from .wire import Closed
+from .wire import Closed, Frame
 
 
 class Notices(Protocol):
@@ -103,18 +103,22 @@ class Supervisor:
                     poll.unregister(file)
 
     def _hear(self, link: SocketLink) -> bool:
-        """Read what a worker says; False once it is gone."""
+        """Read all that a worker has said; False once it is gone."""
         try:
-            frame = link.control.receive()
+            self._heed(link, link.control.receive())
+            while link.control.is_ready():
+                self._heed(link, link.control.receive())
         except (Closed, OSError, ValueError):
             self.lose(link.worker)
             return False
+        return True
+
+    def _heed(self, link: SocketLink, frame: Frame) -> None:
         self.last_beat[link.worker] = time.monotonic()
         if frame.kind == FAILURE:
             self.failed(link.worker, frame.epoch, frame.number)
         elif frame.kind == PLACE:
             link.said_where(bytes(frame.payload).decode())
-        return True
 
     def lose(self, worker: int) -> None:
         """A worker's connection has ended."""

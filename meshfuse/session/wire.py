@@ -94,7 +94,7 @@ class Connection:
         if buffers:
             extras, fd, buffers = self._extras(frame)
         elif frame.freed or self._reader.released:
-            extras = marshal.dumps((frame.freed, self._reader.take_released(), (), ()))
+            extras = _marshalled(frame.freed, self._reader.take_released(), (), ())
         header = _HEADER.pack(_MAGIC, frame.kind, frame.epoch, frame.number, len(extras), len(payload))
         try:
             if not buffers and fd is None and len(payload) < _CHUNK:
@@ -119,7 +119,7 @@ class Connection:
         if self._writer is not None and sum(sizes) >= SHARED:
             placed, fd = self._writer.put(buffers)
             segment, buffers = (placed.number, placed.size, placed.dropped, fd is not None), ()
-        return marshal.dumps((frame.freed, self._reader.take_released(), sizes, segment)), fd, buffers
+        return _marshalled(frame.freed, self._reader.take_released(), sizes, segment), fd, buffers
 
     def _write(self, parts: Sequence[Buffer], fd: int | None, stalled: Callable[[float], None]) -> None:
         fds = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
@@ -232,3 +232,7 @@ class Waiter:
             raise Late
         own = self._connection.fileno()
         return found[0][0] == own or found[-1][0] == own
+
+
+def _marshalled(*extras: Any) -> bytes:
+    return marshal.dumps(extras)

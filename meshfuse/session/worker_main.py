@@ -75,7 +75,8 @@ def _listen(executor: Executor, control: Connection) -> None:
     poll.register(control.sock, select.POLLIN)
     try:
         while True:
-            if not poll.poll(_BEAT * 1000):
+            # Frames that came together with the last one are no longer in the socket.
+            if not control.is_ready() and not poll.poll(_BEAT * 1000):
                 control.send(Frame(BEAT, executor.epoch, executor.running), _drop)
                 continue
             _obey(executor, control, control.receive())

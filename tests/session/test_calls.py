@@ -55,7 +55,8 @@ def test_tensors_of_every_dtype(threaded: di.Session, processes: di.Session, dty
         for tensor in (small, large, small.t(), large[::2, 1:], small[:0], small[0, 0]):
             found = session.call(lambda x: x, tensor)[3]
             assert found.dtype == dtype and found.shape == tensor.shape
-            assert torch.equal(found.contiguous().view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8))
+            raw, wanted = (t.contiguous().view(-1).view(torch.uint8) for t in (found, tensor))
+            assert torch.equal(raw, wanted)
 
 
 def test_tensors_go_to_worker_0_and_back(session: di.Session) -> None:
@@ -69,7 +70,7 @@ def test_tensors_go_to_worker_0_and_back(session: di.Session) -> None:
     assert torch.equal(session.copy_to_worker_0(host)[0], host), "into a register of its own"
     x.debug_copy_from(2, host + 1)
     assert torch.equal(x[2], host + 1) and torch.equal(x[0], host)
-    with pytest.raises(ArgumentError, match="copy_from_worker_0: found shape .8, 4., needed a tensor of shape .2."):
+    with pytest.raises(ArgumentError, match=r"copy_from_worker_0: found shape .8, 4., needed a tensor of shape .2."):
         session.copy_from_worker_0(torch.empty(2), x)
 
 
@@ -95,13 +96,13 @@ def test_registered_local_functions(session: di.Session) -> None:
         return x * 3
 
     assert session.get_global_func("tests.local")(2)[3] == 6
-    with pytest.raises(ArgumentError, match="a function 'tests.local' is registered already"):
+    with pytest.raises(ArgumentError, match=r"a function 'tests.local' is registered already"):
         di.register_global_func("tests.local", local, override=False)
 
 
 def test_an_unknown_function_is_an_error_at_the_next_wait(session: di.Session) -> None:
     session.get_global_func("tests.no_such")
-    with pytest.raises(ArgumentError, match="no function 'tests.no_such' is registered on this worker") as caught:
+    with pytest.raises(ArgumentError, match=r"no function 'tests.no_such' is registered on this worker") as caught:
         session.sync_worker_0()
     assert isinstance(caught.value, di.WorkerError)
 

@@ -102,7 +102,7 @@ def test_init_ccl_and_names_of_disco(session: di.Session) -> None:
     src = on_each(session)
     reduced = session.get_global_func("runtime.disco.allreduce")(src, "sum", False)
     assert torch.equal(reduced[3], torch.stack([part(w) for w in range(4)]).sum(0))
-    with pytest.raises(ArgumentError, match='init_ccl: found .mpi. with 0 devices, needed "gloo" or "nccl"'):
+    with pytest.raises(ArgumentError, match=r'init_ccl: found .mpi. with 0 devices, needed "gloo" or "nccl"'):
         session.init_ccl("mpi")
 
 

@@ -90,9 +90,12 @@ def test_the_first_failure_is_raised_and_later_calls_are_skipped(session: di.Ses
     empty = session.call(note, "skipped")
     with pytest.raises(ValueError, match=r"worker \d") as caught:
         session.sync()
-    assert caught.value.worker in caught.value.failures and caught.value.call == caught.value.failures[caught.value.worker].call
+    assert (
+        caught.value.worker in caught.value.failures
+        and caught.value.call == caught.value.failures[caught.value.worker].call
+    )
     assert session.call(lambda: __import__("builtins").__dict__.get("_told"))[3] is None
-    with pytest.raises(ArgumentError, match="register .* of worker 1 is empty"):
+    with pytest.raises(ArgumentError, match=r"register .* of worker 1 is empty"):
         empty.debug_get_from_remote(1)
 
 
@@ -181,6 +184,7 @@ def test_interrupts_end_the_call_and_not_the_session(session: di.Session) -> Non
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
+
         def wait() -> None:
             for _ in range(1000):
                 time.sleep(0.01)
@@ -260,7 +264,9 @@ def test_a_shutdown_leaves_no_process_file_or_thread() -> None:
     assert after[1] == before[1] and after[0] <= before[0] + 1, (before, after)
 
 
-def test_output_has_names_and_equal_lines_come_once(capfd: pytest.CaptureFixture[str], mortal: di.ProcessSession) -> None:
+def test_output_has_names_and_equal_lines_come_once(
+    capfd: pytest.CaptureFixture[str], mortal: di.ProcessSession
+) -> None:
     mortal.call(lambda: print("the same") if di.worker_id() else None)
     mortal.call(lambda: print(f"own {di.worker_id()}") if di.worker_id() else None)
     mortal.sync()

@@ -7,6 +7,7 @@ again.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import threading
@@ -32,8 +33,8 @@ from ..wire import Closed, Connection, Frame, Late, Waiter
 REQUEST = 60
 _ROLE = "rpc"
 # Calls that are under way at a time, of those that were issued without waiting.
-_MOST_ASYNC = 256
-FOREVER = 30 * 365 * 24 * 3600.0
+_MOST_ASYNC = 64
+FOREVER = 1e6  # Seconds; poll takes at most 2³¹ milliseconds.
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +227,7 @@ class Agent:
             result = action()
         except BaseException as error:
             self._done()
-            future.set_exception(error)  # type: ignore[arg-type]
+            fail(future, error)
             return
         self._done()
         future.set_result(result)
@@ -252,6 +253,24 @@ class Agent:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
+def fail(future: torch.futures.Future[Any], error: BaseException) -> None:
+    """Give a future an error, of which each reader raises a copy.
+
+    torch's futures are not seen by Python's garbage collector: an error that has been raised holds the frames of its
+    readers, and these the future.
+    """
+
+    def raise_copy(stored: BaseException) -> None:
+        try:
+            found = copy.copy(stored)
+        except Exception:  # a class of other arguments than its `args`
+            found = stored
+        raise found
+
+    future._set_unwrap_func(raise_copy)
+    future.set_result(error.with_traceback(None))
+
+
 def failure_frame(error: BaseException, rank: int, number: int) -> Frame:
     """The answer to a request whose function raised."""
     return Frame(FAILED, 0, number, dumps(describe(error, rank, number))[0])
@@ -262,7 +281,10 @@ def raise_failure(answer: Frame, what: str) -> None:
     if answer.kind != DONE:
         raised: Raised = loads(answer.payload)
         error: WorkerError = rebuild(raised, caller_line(), what)
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # Else frame and error would hold each other, and the references in the frames around.
 
 
 def _place() -> str:

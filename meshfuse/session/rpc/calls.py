@@ -6,17 +6,18 @@ import contextlib
 import itertools
 import marshal
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ...errors import ArgumentError, caller_line, shown, user_error
-from ..errors import SessionError
+from ..errors import SessionError, describe, rebuild
 from ..messages import DONE
 from ..pickling import Tracked, dumps, loads
 from ..wire import Frame
-from .agent import FOREVER, REQUEST, Agent, WorkerInfo, failure_frame, raise_failure
+from .agent import FOREVER, REQUEST, Agent, WorkerInfo, fail, failure_frame, raise_failure
 from .contexts import Contexts, Message, Told, arrived, written
 from .functions import ASYNC
 from .rref import Id, Job, RRef, Table, set_peer
@@ -101,7 +102,8 @@ class Calls:
         if peer.id == self.me.id:
             self.table.add(number, fork)
         made._created = self.agent.submit(self._prepare(peer, _create, arguments, {}, limit))
-        made._created.add_done_callback(lambda done: _confirm(done, made))
+        seen = weakref.ref(made)  # The future must not keep the reference alive.
+        made._created.add_done_callback(lambda done: _confirm(done, seen()))
         return made
 
     def _checked(self, to: Any, function: Any, timeout: Any) -> WorkerInfo:
@@ -302,7 +304,7 @@ def calls() -> Calls:
 
 
 def _awaited(result: Any) -> Any:
-    if not isinstance(result, torch.futures.Future):
+    if not isinstance(result, torch._C.Future):
         raise user_error(
             "a function of async_execution", shown(result), "a torch.futures.Future as its result", "",
             caller_line(), ArgumentError,
@@ -310,13 +312,14 @@ def _awaited(result: Any) -> Any:
     return result.wait()
 
 
-def _confirm(done: Any, made: RRef[Any]) -> None:
+def _confirm(done: Any, made: RRef[Any] | None) -> None:
     """The owner has answered to `remote`: it knows the reference, whether or not the function raised."""
     try:
         done.value()
     except Exception:
         return
-    made.confirm()
+    if made is not None:
+        made.confirm()
 
 
 # What runs on the other side.
@@ -330,7 +333,8 @@ def _create(number: Id, fork: Id, function: Any, args: Any, kwargs: Any) -> None
         if getattr(function, ASYNC, False):
             result = _awaited(result)
     except Exception as error:
-        future.set_exception(error)  # type: ignore[arg-type]
+        # With its traceback as text, which its readers are shown.
+        fail(future, rebuild(describe(error, calls().me.id, 0), None, "of rpc.remote"))
         return
     future.set_result(result)
 

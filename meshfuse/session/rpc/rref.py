@@ -94,18 +94,22 @@ class Table:
     def _run(self, send: Callable[[int, Sequence[Job]], None]) -> None:
         while (first := self._jobs.get()) is not None:
             time.sleep(_GATHER)
-            jobs = [first]
+            jobs, job = [first], None
             with contextlib.suppress(queue.Empty):
                 while (job := self._jobs.get_nowait()) is not None:
                     jobs.append(job)
-            for phase in (ADD, ACCEPT, DROP):
-                due = [job for job in jobs if job[0] == phase]
-                for rank in sorted({job[1] for job in due}):
-                    with contextlib.suppress(SessionError, RuntimeError, OSError):  # It is gone, and all that it had.
-                        send(rank, [job[2:] for job in due if job[1] == rank])
-            for job in jobs:
-                if job[0] == _MARK:
-                    job[2]()
+            self._do(jobs, send)
+            del first, job, jobs  # They hold references, which must end now and not with the next ones.
+
+    def _do(self, jobs: list[Any], send: Callable[[int, Sequence[Job]], None]) -> None:
+        for phase in (ADD, ACCEPT, DROP):
+            due = [job for job in jobs if job[0] == phase]
+            for rank in sorted({job[1] for job in due}):
+                with contextlib.suppress(SessionError, RuntimeError, OSError):  # It is gone, and all that it had.
+                    send(rank, [job[2:] for job in due if job[1] == rank])
+        for job in jobs:
+            if job[0] == _MARK:
+                job[2]()
 
     def settle(self, seconds: float) -> bool:
         """Wait until all that was to be done so far is done; whether that is so."""

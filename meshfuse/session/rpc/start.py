@@ -21,6 +21,7 @@ from ...runtime.deadlines import within
 from ...runtime.environment import LOOPBACK, Environment, read_environment
 from ...runtime.store import await_keys, connect
 from ..errors import SessionError
+from ..executor import current
 from ..handshake import TOKEN, token_of
 from .agent import Agent, WorkerInfo
 from .calls import Calls, calls, set_calls
@@ -90,6 +91,19 @@ def init_rpc(
     token = _token(store, place.rank, options.rpc_timeout)
     host = _own_host(place)
     agent = Agent(name, place.rank, place.size, options.rpc_timeout, store, host, token)
+    set_calls(Calls(agent))
+    agent.exchange("ready", "")
+
+
+def join(token: str, limit: float, generation: int) -> None:
+    """On a session's worker: become a peer of the other workers, `worker0` and so on."""
+    worker = current()
+    world = worker.world()
+    if _running():
+        raise SessionError("rpc is initialized already: call shutdown first", caller_line())
+    store = dist.PrefixStore(f"rpc/{generation}", world.store) if world.size > 1 else dist.HashStore()
+    host = world.place.own_address or LOOPBACK
+    agent = Agent(f"worker{worker.worker}", worker.worker, worker.size, limit, store, host, token, is_spmd=False)
     set_calls(Calls(agent))
     agent.exchange("ready", "")
 
