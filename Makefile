@@ -10,12 +10,13 @@ PYTEST = $(PY) -m pytest -q
 # Two tests at a time; those that start ranks one after another (tests/conftest.py).
 PARALLEL = -n 2 --dist loadscope
 
-.PHONY: help env run test test-nvfuser ledger ledger-check faults fuzz lint gpu-check
-.PHONY: bench bench-bills bench-compile bench-runtime
+.PHONY: help env run test test-nvfuser test-models ledger ledger-check faults fuzz lint gpu-check
+.PHONY: bench bench-bills bench-compile bench-runtime bench-models
 
 help:
 	@echo "make run        environment and main job: a GPT on simulated ranks, then on 4 real ones"
 	@echo "make test       nvFuser's tests in their own environment, then the main suite"
+	@echo "make test-models  all models of Hugging Face that are known to work, minutes"
 	@echo "make lint       ruff and pyright"
 	@echo "make ledger     plans the ledger's programs anew, prints what changed and writes tests/ledger/ledger.json;"
 	@echo "                make ledger-check prints only; NAMES='random/ bills/d' for those whose names start so"
@@ -32,6 +33,8 @@ run: env
 	@for mesh in $(MESHES); do $(PY) $(MAIN_JOB) $$mesh || exit 1; done
 	@$(PY) $(MAIN_JOB) $(COMPILED)
 	@.venv/bin/meshfuse run $(RANKS)
+	@$(PY) examples/llama/train.py --mesh dp=2,tp=2 --steps 3
+	@$(PY) examples/llama/generate.py --mesh tp=2
 
 # pytest's closing line for the main suite comes last: CI reads it.
 test: env test-nvfuser
@@ -42,6 +45,9 @@ test-nvfuser:
 	@python=$$($(ENV) nvfuser); status=$$?; \
 	if [ $$status -eq 0 ]; then $$python -m pytest -q $(PARALLEL) -m nvfuser tests/nvfuser; \
 	elif [ $$status -ne 3 ] || [ -n "$$CI" ]; then exit $$status; fi
+
+test-models: env
+	@$(PY) -m pytest -q -n 0 -m models tests/models
 
 # Of plans that are meant to change: the file's diff belongs to the same commit.
 ledger: env
@@ -65,7 +71,7 @@ gpu-check:
 	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTEST) -m gpu tests/nvfuser
 	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTEST) -m gpu -n 0 tests/ranks/test_nccl.py
 
-bench: bench-bills bench-compile bench-runtime
+bench: bench-bills bench-compile bench-runtime bench-models
 
 bench-bills: env
 	@$(PY) benchmarks/bills/run.py
@@ -76,3 +82,7 @@ bench-compile: env
 bench-runtime: env
 	@$(PY) benchmarks/runtime/run.py
 	@$(PY) benchmarks/runtime/first_calls.py
+
+# Llama steps on real ranks, beside DTensor's eager tensor parallelism and FSDP2.
+bench-models: env
+	@$(PY) benchmarks/models/run.py

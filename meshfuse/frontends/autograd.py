@@ -54,11 +54,9 @@ class Runner:
 
     def __call__(self, call: Call) -> Any:
         """The forward's results, as its tree of them."""
-        values = [call.leaves[s.place] if g is None else g[0][g[1]] for s, g in zip(self.sources, self._getters, strict=True)]
-        if self.step.backward is None:
-            found = self.forward(values)[0]
-        else:
-            found = _Function.apply(self, *values)
+        pairs = zip(self.sources, self._getters, strict=True)
+        values = [call.leaves[s.place] if g is None else g[0][g[1]] for s, g in pairs]
+        found = self.forward(values)[0] if self.step.backward is None else _Function.apply(self, *values)
         leaves: list[Any] = [None] * self.graph.results.num_leaves
         for source, value in zip(self._results, found, strict=True):
             leaves[source.place] = value
@@ -66,7 +64,7 @@ class Runner:
 
     def forward(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], int | None]:
         """(results, what is saved, the seed of random numbers) for tensors in the order of `sources`."""
-        half, seed = self.step.forward, self._draw() if self._draws else None
+        seed = self._draw() if self._draws else None
         return *self.forward_with(values, seed), seed
 
     def forward_with(self, values: Sequence[Any], seed: int | None) -> tuple[list[Any], list[Any]]:

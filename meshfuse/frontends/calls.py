@@ -49,9 +49,8 @@ def read_call(module: Any, tables: Sequence[Any], parts: int, args: Sequence[Any
     records = torch.is_grad_enabled()
     wanted = tuple([p.requires_grad for p in parameters]) if records else ()
     given = records and any([leaves[i].requires_grad for i in places])
-    key = (
-        tree, tuple([_key(leaf, records) for leaf in leaves]), wanted, tuple([m.training for m in modules]), _autocast(),
-    )  # fmt: skip
+    modes = tuple([m.training for m in modules])
+    key = (tree, tuple([_key(leaf, records) for leaf in leaves]), wanted, modes, _autocast())
     return Call(leaves, tree, places, key, records and (given or True in wanted), caches)
 
 

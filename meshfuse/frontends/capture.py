@@ -37,7 +37,8 @@ Tree = Any
 class Source:
     """What an input of the graph is, or what an output is of.
 
-    kind: "parameter", "buffer", "constant", "argument" or "tangent" of an input; "result", "mutation" or "gradient" of an output.
+    kind: "parameter", "buffer", "constant", "argument" or "tangent" of an input; of an output "result", "mutation" or
+        "gradient".
     name: of a parameter or buffer its full name, of a constant its attribute of the graph's module; else "".
     place: of an argument its place among all leaves of (args, kwargs); of a result or its tangent that among results.
     of: of a mutation or gradient, the kind of its input.
@@ -247,4 +248,6 @@ def _called(module: Any) -> str:
     """What an error calls that which is captured."""
     inner = getattr(module, INNER, module)
     function = getattr(inner, "_function", None)
-    return f"the forward of {type(inner).__name__}" if function is None else f"{getattr(function, '__name__', function)}"
+    return (
+        f"the forward of {type(inner).__name__}" if function is None else f"{getattr(function, '__name__', function)}"
+    )

@@ -76,7 +76,9 @@ def _modules_of(function: Any) -> dict[str, ParallelModule]:
 
 
 def _mesh(given: Any, states: Mapping[str, State], line: SourceLine) -> Any:
-    meshes = {state.plan.mesh for state in states.values()} | ({checked_mesh(given, line)} if given is not None else set())
+    meshes = {state.plan.mesh for state in states.values()} | (
+        {checked_mesh(given, line)} if given is not None else set()
+    )
     if len(meshes) != 1:
         raise user_error(
             "compile: the mesh", f"{len(meshes)} meshes: {sorted(map(str, meshes))}" if meshes else "none",

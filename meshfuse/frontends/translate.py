@@ -18,6 +18,7 @@ from .replicated import replicated
 from .sizes import Sizes
 from .traced import TracedDefinition
 
+
 @dataclass(slots=True)
 class Translator:
     """Writes nodes of a graph into a definition.

@@ -12,7 +12,16 @@ import torch
 import meshfuse as mf
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from frontend_models import GPT_PLAN, VOCABULARY, Gpt, difference, gradients_differ_by, pair, parameters_differ_by, train
+from frontend_models import (
+    GPT_PLAN,
+    VOCABULARY,
+    Gpt,
+    difference,
+    gradients_differ_by,
+    pair,
+    parameters_differ_by,
+    train,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -45,7 +54,9 @@ def on_rank_training(folder: str) -> dict[str, Any]:
     mesh = mf.DeviceMesh((2, 2), ("dp", "tp"))
     mf.parallelize(model, mesh, GPT_PLAN, inputs=INPUTS, fsdp="dp")
     weights = dict(model.named_parameters())
-    found["placements"] = {n: str(weights[n].placements) for n in ("layers.0.qkv.weight", "norm.weight", "layers.0.up.bias")}
+    found["placements"] = {
+        n: str(weights[n].placements) for n in ("layers.0.qkv.weight", "norm.weight", "layers.0.up.bias")
+    }
     local = train(model, {"ids": mine(ids(), 2), "targets": mine(ids(2), 2)})
     whole = train(eager, {"ids": ids(), "targets": ids(2)})
     found["steps"] = max(abs(a - b) / b for a, b in zip(local, whole, strict=True))
