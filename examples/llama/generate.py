@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
-from model import CONFIG, WEIGHTS, mesh_of, parallel_llama
 from transformers import StaticCache
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from model import CONFIG, WEIGHTS, mesh_of, parallel_llama
 
 import meshfuse as mf
 

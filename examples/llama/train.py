@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
 import torch
-from model import WEIGHTS, batch_of, mesh_of, parallel_llama, rows_of_this_rank, text
 from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from model import WEIGHTS, batch_of, mesh_of, parallel_llama, rows_of_this_rank, text
 
 import meshfuse as mf
 
