@@ -75,7 +75,13 @@ def test_generation_is_equal_token_by_token() -> None:
 
     model, eager, found = example("llama")
     mf.parallelize(model.eval(), mf.DeviceMesh((2,), ("tp",)), "hf")
-    options = dict(max_new_tokens=6, do_sample=False, cache_implementation="static", disable_compile=True)
+    options: dict[str, Any] = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "cache_implementation": "static",
+        "disable_compile": True,
+    }
+    options["use_cache"] = True
     prompt = found.arguments["input_ids"][:2, :5]
     wanted = eager.eval().generate(prompt, **options)
     assert torch.equal(model.generate(prompt, **options), wanted)
