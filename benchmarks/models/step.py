@@ -70,7 +70,7 @@ def _tensor_parallel(model: Any, mesh: DeviceMesh, sequence: bool) -> None:
     plan: dict[str, Any] = {**columns, **rows}
     if sequence:
         plan |= {"input_layernorm": SequenceParallel(), "post_attention_layernorm": SequenceParallel()}
-        gathered = dict(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        gathered: dict[str, Any] = dict(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
         plan["mlp"] = PrepareModuleInput(**gathered)
         plan["self_attn"] = PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
@@ -138,7 +138,7 @@ def host_time(model: Any, rows: torch.Tensor) -> float:
         finally:
             inside[0] += time.perf_counter() - start
 
-    Runner._run = timed
+    Runner._run = timed  # pyright: ignore[reportAttributeAccessIssue]
     found = []
     for _ in range(ROUNDS):
         dist.barrier()

@@ -58,7 +58,8 @@ def _key(leaf: Any, records: bool) -> Any:
     """What a program depends on of an argument: of a tensor its type and shape, of anything else its value."""
     if not isinstance(leaf, torch.Tensor):
         return cache_key(leaf) if is_cache(leaf) else leaf if leaf.__hash__ is not None else id(leaf)
-    placed = tuple(leaf.placements) if is_dtensor(leaf) else None
+    given: Any = leaf
+    placed = tuple(given.placements) if is_dtensor(leaf) else None
     return tuple(leaf.shape), leaf.dtype, placed, records and leaf.requires_grad
 
 
@@ -197,7 +198,7 @@ def _name(parameters: Sequence[str], path: Sequence[Any]) -> str:
     side, first, *rest = path
     keys = [str(getattr(key, "idx", getattr(key, "key", key))) for key in rest]
     if side.idx == 0:
-        head = parameters[first.idx] if first.idx < len(parameters) else f"argument {first.idx}"
+        head = str(parameters[first.idx]) if first.idx < len(parameters) else f"argument {first.idx}"
     else:
         head = str(first.key)
     return ".".join([head, *keys])

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import TorchDynamoException, UserError
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -95,7 +95,7 @@ def captured(
             return _traced(stack, module, args, kwargs, scalars_only)
         except MeshfuseError:
             raise
-        except (TorchDynamoException, torch._dynamo.exc.UserError, RuntimeError, NotImplementedError) as error:
+        except (TorchDynamoException, UserError, RuntimeError, NotImplementedError) as error:
             raise not_captured(module, error, line, given()) from error
 
 
@@ -179,7 +179,7 @@ def faked(module: nn.Module, device: torch.device, dtype: torch.dtype | None = N
     dtype: that of floating point parameters; None for their own.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    tables = [table for part in module.modules() for table in (part._parameters, part._buffers)]
+    tables: list[dict[str, Any]] = [t for part in module.modules() for t in (part._parameters, part._buffers)]
     saved = [(table, dict(table)) for table in tables]
     stand_ins: dict[int, torch.Tensor] = {}
     try:

@@ -72,7 +72,9 @@ def _modules_of(function: Any) -> dict[str, ParallelModule]:
         seen = inspect.getclosurevars(inspect.unwrap(function))
     except TypeError:  # an object that is called, such as a partial
         return {}
-    return {name: value for name, value in (seen.globals | seen.nonlocals).items() if isinstance(value, ParallelModule)}
+    return {
+        name: value for name, value in {**seen.globals, **seen.nonlocals}.items() if isinstance(value, ParallelModule)
+    }
 
 
 def _mesh(given: Any, states: Mapping[str, State], line: SourceLine) -> Any:

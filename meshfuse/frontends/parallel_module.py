@@ -203,8 +203,8 @@ class ParallelModule(nn.Module):
             compiled = half.fd.latest()
             if name is None:
                 found.append(f"{title}\n{explain_all(compiled)}")
-            for tensor in compiled.graph.tensors if name is not None else ():
-                if _is_called(tensor.line.name, name):
+            for tensor in compiled.graph.tensors:
+                if name is not None and _is_called(tensor.line.name, name):
                     found.append(f"{title}: {explain_tensor(compiled, tensor.id)}")
         if not found:
             names = [t.line.name for half in halves.values() for t in half.fd.latest().graph.tensors]

@@ -289,7 +289,7 @@ def _with_fsdp(spec: Spec | None, shape: Sequence[int], mesh: DeviceMesh, fsdp: 
     place = next(iter(even or free), None)
     if not axes or place is None or (len(axes) > 1 and not even):
         return given
-    return tuple((axes if len(axes) > 1 else axes[0]) if d == place else e for d, e in enumerate(given))
+    return tuple(list(axes) if d == place else e for d, e in enumerate(given))
 
 
 def checked_specs(what: str, specs: Any, names: Sequence[str], mesh: DeviceMesh, line: SourceLine) -> dict[str, Spec]:
