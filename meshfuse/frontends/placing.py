@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,7 +52,6 @@ class Place:
         return tuple(sum(b - a for a, b in part) for part in runs)
 
 
-@functools.lru_cache(maxsize=4096)
 def _spec(torch_mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     """What a DTensor says of itself."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
