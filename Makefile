@@ -10,13 +10,14 @@ PYTEST = $(PY) -m pytest -q
 # Two tests at a time; those that start ranks one after another (tests/conftest.py).
 PARALLEL = -n 2 --dist loadscope
 
-.PHONY: help env run check quick test test-nvfuser ledger ledger-check faults fuzz lint gpu-check
-.PHONY: bench bench-bills bench-compile bench-runtime bench-session test-session
+.PHONY: help env run check quick test test-nvfuser test-models ledger ledger-check faults fuzz lint gpu-check
+.PHONY: bench bench-bills bench-compile bench-runtime bench-session test-session bench-models
 
 help:
 	@echo "make run        environment and main job: a GPT on simulated ranks, then on 4 real ones"
 	@echo "make check      lint, and a few cases of each test that is quick and starts no process; 3 minutes"
 	@echo "make test       nvFuser's tests in their own environment, then the main suite"
+	@echo "make test-models  all models of Hugging Face that are known to work, minutes"
 	@echo "make lint       ruff and pyright"
 	@echo "make ledger     plans the ledger's programs anew, prints what changed and writes tests/ledger/ledger.json;"
 	@echo "                make ledger-check prints only; NAMES='random/ bills/d' for those whose names start so"
@@ -35,6 +36,8 @@ run: env
 	@for mesh in $(MESHES); do $(PY) $(MAIN_JOB) $$mesh || exit 1; done
 	@$(PY) $(MAIN_JOB) $(COMPILED)
 	@.venv/bin/meshfuse run $(RANKS)
+	@$(PY) examples/llama/train.py --mesh dp=2,tp=2 --steps 3
+	@$(PY) examples/llama/generate.py --mesh tp=2
 
 # For use while working; `make test` decides.
 check: env
@@ -52,6 +55,9 @@ test-nvfuser:
 	@python=$$($(ENV) nvfuser); status=$$?; \
 	if [ $$status -eq 0 ]; then $$python -m pytest -q $(PARALLEL) -m nvfuser tests/nvfuser; \
 	elif [ $$status -ne 3 ] || [ -n "$$CI" ]; then exit $$status; fi
+
+test-models: env
+	@$(PY) -m pytest -q -n 0 -m models tests/models
 
 # Of plans that are meant to change: the file's diff belongs to the same commit.
 ledger: env
@@ -79,7 +85,7 @@ gpu-check:
 	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTEST) -m gpu tests/nvfuser
 	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTEST) -m gpu -n 0 tests/ranks/test_nccl.py
 
-bench: bench-bills bench-compile bench-runtime bench-session
+bench: bench-bills bench-compile bench-runtime bench-session bench-models
 
 bench-bills: env
 	@$(PY) benchmarks/bills/run.py
@@ -93,3 +99,7 @@ bench-runtime: env
 
 bench-session: env
 	@$(PY) benchmarks/session/run.py
+
+# Llama steps on real ranks, beside DTensor's eager tensor parallelism and FSDP2.
+bench-models: env
+	@$(PY) benchmarks/models/run.py

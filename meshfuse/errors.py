@@ -54,7 +54,7 @@ class SourceLine:
             return ""
 
     def label(self, name: str) -> str:
-        """A name of ours, with the tensor's own, or the variable that the line assigns if its text shows one: `x (t0)`."""
+        """A name of ours, with the tensor's own, or with the variable that the line assigns if it does: `x (t0)`."""
         if self.name:
             return f"{self.name} ({name})"
         found = _ASSIGNED.match(self.text) if ";" not in self.text else None

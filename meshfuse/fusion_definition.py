@@ -195,9 +195,7 @@ class FusionDefinition:
         line = self.recording.line_of_change()
         return Val(self, inputs.define_size(self.recording, own(self, tensor, "size", line).ref, dim, line))
 
-    def add_output(
-        self, output: TensorView, alias_input: TensorView | None = None, *, name: str | None = None
-    ) -> None:
+    def add_output(self, output: TensorView, alias_input: TensorView | None = None, *, name: str | None = None) -> None:
         """Have the program return this tensor; outputs come in the order of these calls.
 
         name: what bills and `explain` call the tensor from now on.

@@ -17,28 +17,27 @@ VOCABULARY, WIDTH = 48, 16
 class Block(nn.Module):
     """A transformer's layer, with causal attention as torch has it."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, s, _ = x.shape
         q, k, v = (y.view(b, s, 4, WIDTH // 4).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(b, s, WIDTH))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class Gpt(nn.Module):
     """A small GPT with tied embeddings, a parameter that nothing uses, and a loss if there are targets."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(32, WIDTH)
-        self.layers = nn.ModuleList([Block(dropout) for _ in range(2)])
+        self.layers = nn.ModuleList([Block() for _ in range(layers)])
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
         self.idle = nn.Parameter(torch.ones(3))

@@ -1,5 +1,7 @@
 """aten ops written in ops of a definition: values and gradients as torch's, with inputs cut over two axes."""
 
+# ruff: noqa: E501  # rows of tables
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -8,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from frontend_models import difference
 
 import meshfuse as mf
+from frontend_models import difference
 
 MESH = mf.DeviceMesh((2, 2), ("dp", "tp"))
 

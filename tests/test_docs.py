@@ -35,11 +35,14 @@ def run_forked(folder: Path, script: Path, *words: str) -> str:
     return done.stdout
 
 
+PAGES = [
+    ("README.md", "readme.py"), ("docs/context-parallel.md", "ring.py"), ("docs/models.md", "models.py"),
+    ("docs/session.md", "session.py"),
+]  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("page", "name"),
-    [("README.md", "readme.py"), ("docs/context-parallel.md", "ring.py"), ("docs/session.md", "session.py")],
-)
+@pytest.mark.parametrize(("page", "name"), PAGES)
 def test_the_example_of_a_page_prints_what_the_page_shows(page: str, name: str, tmp_path: Path) -> None:
     blocks = BLOCK.findall((ROOT / page).read_text())
     code = next(text for kind, text in blocks if kind == "python")
@@ -101,6 +104,16 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
     promised = re.findall(r"all-reduce|reduce-scatter", title)
     assert promised == re.findall(r"^all-reduce|^reduce-scatter", bills, re.MULTILINE)
     assert "argument 1" in printed.rsplit("---", 1)[1]
+
+
+@pytest.mark.slow
+def test_the_llama_trains_and_writes_text(tmp_path: Path) -> None:
+    folder = ROOT / "examples/llama"
+    words = "--steps", "2", "--batch", "4", "--checkpoint", str(tmp_path / "saved")
+    first = run_forked(tmp_path, folder / "train.py", "--mesh", "dp=2,tp=2", "--fsdp", *words)
+    again = run_forked(tmp_path, folder / "train.py", "--mesh", "tp=2", *words)
+    assert "step 1: loss 1." in first and "resumed at step 2" in again and "step 3: loss 1." in again
+    assert "The mesh" in run_forked(tmp_path, folder / "generate.py", "--mesh", "tp=2", "--count", "4")
 
 
 @pytest.mark.slow

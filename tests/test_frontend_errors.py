@@ -1,5 +1,7 @@
 """What `mf.parallelize` and `mf.compile` say of wrong plans, wrong calls and models that are no graph."""
 
+# ruff: noqa: E501  # rows of tables
+
 from __future__ import annotations
 
 import re
@@ -8,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from frontend_models import Gpt
 from torch import nn
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
 import meshfuse as mf
+from frontend_models import Gpt
 
 MESH = mf.DeviceMesh((2, 2), ("dp", "tp"))
 OTHER = mf.DeviceMesh((2, 2), ("a", "b"))
@@ -115,7 +117,9 @@ def test_an_op_without_a_rule_may_run_whole_on_every_rank() -> None:
 
 
 def test_arguments_that_do_not_fit_their_spec() -> None:
-    with pytest.raises(mf.ArgumentError, match=r"argument x: inputs has one entry per dim: found \['dp', None\] for shape \[4\]"):
+    with pytest.raises(
+        mf.ArgumentError, match=r"argument x: inputs has one entry per dim: found \['dp', None\] for shape \[4\]"
+    ):
         run("plain", torch.ones(4))
 
 

@@ -7,12 +7,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from frontend_models import GPT_PLAN, VOCABULARY, Gpt, difference, gradients_differ_by, pair, parameters_differ_by, train
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.utils.checkpoint import checkpoint
 
 import meshfuse as mf
+from frontend_models import (
+    GPT_PLAN,
+    VOCABULARY,
+    Gpt,
+    difference,
+    gradients_differ_by,
+    pair,
+    parameters_differ_by,
+    train,
+)
 
 MESH = mf.DeviceMesh((2, 2), ("dp", "tp"))
 

@@ -54,11 +54,9 @@ class Runner:
 
     def __call__(self, call: Call) -> Any:
         """The forward's results, as its tree of them."""
-        values = [call.leaves[s.place] if g is None else g[0][g[1]] for s, g in zip(self.sources, self._getters, strict=True)]
-        if self.step.backward is None:
-            found = self.forward(values)[0]
-        else:
-            found = _Function.apply(self, *values)
+        pairs = zip(self.sources, self._getters, strict=True)
+        values = [call.leaves[s.place] if g is None else g[0][g[1]] for s, g in pairs]
+        found = self.forward(values)[0] if self.step.backward is None else _Function.apply(self, *values)
         leaves: list[Any] = [None] * self.graph.results.num_leaves
         for source, value in zip(self._results, found, strict=True):
             leaves[source.place] = value
@@ -66,7 +64,7 @@ class Runner:
 
     def forward(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], int | None]:
         """(results, what is saved, the seed of random numbers) for tensors in the order of `sources`."""
-        half, seed = self.step.forward, self._draw() if self._draws else None
+        seed = self._draw() if self._draws else None
         return *self.forward_with(values, seed), seed
 
     def forward_with(self, values: Sequence[Any], seed: int | None) -> tuple[list[Any], list[Any]]:
@@ -132,7 +130,8 @@ class Runner:
             graph = self.step.forward.fd.latest().graph
             return torch.zeros(local, dtype=_dtype(graph.tensors[graph.outputs[place]]), device=self._places.device)
         if wrap is not None and is_dtensor(given):
-            return given.redistribute(wrap.torch_mesh, wrap.placements).to_local()
+            placed: Any = given
+            return placed.redistribute(wrap.torch_mesh, wrap.placements).to_local()
         return given.contiguous()
 
     def unexpected(self, tangents: Sequence[Any]) -> bool:
@@ -169,7 +168,7 @@ class _Function(torch.autograd.Function):
     """A step, as torch's autograd sees it."""
 
     @staticmethod
-    def forward(ctx: Any, runner: Runner, *values: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, runner: Runner, *values: Any) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
         kept = runner.kept(values)
         results, saved, ctx.seed = runner.forward(values)
@@ -180,7 +179,7 @@ class _Function(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         runner, tensors = ctx.runner, ctx.saved_tensors
         kept, rest = tensors[: ctx.count], tensors[ctx.count :]
         saved, values = rest[: ctx.saved_count], rest[ctx.saved_count :]
@@ -191,6 +190,7 @@ class _Function(torch.autograd.Function):
 
 def _again(runner: Runner, values: Sequence[Any], seed: int | None, tangents: Sequence[Any]) -> list[Any]:
     """The backward of a step with gradients that its plan did not expect: the forward runs once more for it."""
+    assert runner.full is not None
     other = runner.full()
     by_source = dict(zip(runner.sources, values, strict=True))
     given = [by_source[source] for source in other.sources]

@@ -49,9 +49,8 @@ def read_call(module: Any, tables: Sequence[Any], parts: int, args: Sequence[Any
     records = torch.is_grad_enabled()
     wanted = tuple([p.requires_grad for p in parameters]) if records else ()
     given = records and any([leaves[i].requires_grad for i in places])
-    key = (
-        tree, tuple([_key(leaf, records) for leaf in leaves]), wanted, tuple([m.training for m in modules]), _autocast(),
-    )  # fmt: skip
+    modes = tuple([m.training for m in modules])
+    key = (tree, tuple([_key(leaf, records) for leaf in leaves]), wanted, modes, _autocast())
     return Call(leaves, tree, places, key, records and (given or True in wanted), caches)
 
 
@@ -59,7 +58,8 @@ def _key(leaf: Any, records: bool) -> Any:
     """What a program depends on of an argument: of a tensor its type and shape, of anything else its value."""
     if not isinstance(leaf, torch.Tensor):
         return cache_key(leaf) if is_cache(leaf) else leaf if leaf.__hash__ is not None else id(leaf)
-    placed = tuple(leaf.placements) if is_dtensor(leaf) else None
+    given: Any = leaf
+    placed = tuple(given.placements) if is_dtensor(leaf) else None
     return tuple(leaf.shape), leaf.dtype, placed, records and leaf.requires_grad
 
 
@@ -198,7 +198,7 @@ def _name(parameters: Sequence[str], path: Sequence[Any]) -> str:
     side, first, *rest = path
     keys = [str(getattr(key, "idx", getattr(key, "key", key))) for key in rest]
     if side.idx == 0:
-        head = parameters[first.idx] if first.idx < len(parameters) else f"argument {first.idx}"
+        head = str(parameters[first.idx]) if first.idx < len(parameters) else f"argument {first.idx}"
     else:
         head = str(first.key)
     return ".".join([head, *keys])

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import TorchDynamoException, UserError
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -37,7 +37,8 @@ Tree = Any
 class Source:
     """What an input of the graph is, or what an output is of.
 
-    kind: "parameter", "buffer", "constant", "argument" or "tangent" of an input; "result", "mutation" or "gradient" of an output.
+    kind: "parameter", "buffer", "constant", "argument" or "tangent" of an input; of an output "result", "mutation" or
+        "gradient".
     name: of a parameter or buffer its full name, of a constant its attribute of the graph's module; else "".
     place: of an argument its place among all leaves of (args, kwargs); of a result or its tangent that among results.
     of: of a mutation or gradient, the kind of its input.
@@ -94,7 +95,7 @@ def captured(
             return _traced(stack, module, args, kwargs, scalars_only)
         except MeshfuseError:
             raise
-        except (TorchDynamoException, torch._dynamo.exc.UserError, RuntimeError, NotImplementedError) as error:
+        except (TorchDynamoException, UserError, RuntimeError, NotImplementedError) as error:
             raise not_captured(module, error, line, given()) from error
 
 
@@ -178,7 +179,7 @@ def faked(module: nn.Module, device: torch.device, dtype: torch.dtype | None = N
     dtype: that of floating point parameters; None for their own.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    tables = [table for part in module.modules() for table in (part._parameters, part._buffers)]
+    tables: list[dict[str, Any]] = [t for part in module.modules() for t in (part._parameters, part._buffers)]
     saved = [(table, dict(table)) for table in tables]
     stand_ins: dict[int, torch.Tensor] = {}
     try:
@@ -247,4 +248,6 @@ def _called(module: Any) -> str:
     """What an error calls that which is captured."""
     inner = getattr(module, INNER, module)
     function = getattr(inner, "_function", None)
-    return f"the forward of {type(inner).__name__}" if function is None else f"{getattr(function, '__name__', function)}"
+    return (
+        f"the forward of {type(inner).__name__}" if function is None else f"{getattr(function, '__name__', function)}"
+    )

@@ -72,11 +72,15 @@ def _modules_of(function: Any) -> dict[str, ParallelModule]:
         seen = inspect.getclosurevars(inspect.unwrap(function))
     except TypeError:  # an object that is called, such as a partial
         return {}
-    return {name: value for name, value in (seen.globals | seen.nonlocals).items() if isinstance(value, ParallelModule)}
+    return {
+        name: value for name, value in {**seen.globals, **seen.nonlocals}.items() if isinstance(value, ParallelModule)
+    }
 
 
 def _mesh(given: Any, states: Mapping[str, State], line: SourceLine) -> Any:
-    meshes = {state.plan.mesh for state in states.values()} | ({checked_mesh(given, line)} if given is not None else set())
+    meshes = {state.plan.mesh for state in states.values()} | (
+        {checked_mesh(given, line)} if given is not None else set()
+    )
     if len(meshes) != 1:
         raise user_error(
             "compile: the mesh", f"{len(meshes)} meshes: {sorted(map(str, meshes))}" if meshes else "none",

@@ -149,7 +149,8 @@ class _Planner:
         found = {node: compiled.sharded.shardings.get(view.id) for node, view in kept.items()}
         results = self._results()
         ends = {node: left[place] for place, (node, _) in enumerate(results)}
-        return made.fd, {node: s.reduced() for node, s in (found | ends).items() if s is not None and _sayable(s, node, self.sizes)}
+        both = {node: s.reduced() for node, s in (found | ends).items() if s is not None}
+        return made.fd, {node: s for node, s in both.items() if _sayable(s, node, self.sizes)}
 
     def _inputs(self) -> list[Node]:
         """All inputs that are read."""
@@ -171,8 +172,7 @@ class _Planner:
         made.write(self.cut.forward)
         self._annotate_activations(made)
         outputs = self._finish_forward(made, kept=True)
-        for place, node in enumerate(self.cut.saved):
-            outputs.append(Source("saved", place=place))
+        outputs += [Source("saved", place=place) for place in range(len(self.cut.saved))]
         self._annotate_as(made, shardings)
         return Half(made.fd, tuple(self.sources[node] for node in taken), tuple(outputs))
 
@@ -207,9 +207,10 @@ class _Planner:
             if not _is_tensor(node):
                 made.values[node] = self.sizes.number(node.meta.get("val"))
         for node in self.graph.module.graph.nodes:
-            if node.op == "call_function" and "val" in node.meta and not isinstance(node.meta["val"], (torch.Tensor, tuple, list)):
+            value = node.meta.get("val")
+            if node.op == "call_function" and isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
                 with located(line_of(node)):
-                    made.values[node] = self.sizes.number(node.meta["val"])
+                    made.values[node] = self.sizes.number(value)
         return made
 
     def _take(self, made: Translator, nodes: Sequence[Node]) -> None:
@@ -310,8 +311,8 @@ def _is_float(node: Node) -> bool:
 
 
 def _sayable(sharding: Sharding, node: Node, sizes: Sizes) -> bool:
-    """Whether DTensor can say a sharding, once it is reduced; results are returned as such."""
-    return placements_of(sharding.reduced(), sizes.shape(node.meta["val"])) is not None
+    """Whether DTensor can say a sharding: results are returned as such."""
+    return placements_of(sharding, sizes.shape(node.meta["val"])) is not None
 
 
 def _for_ndim(spec: Spec, ndim: int) -> Spec:

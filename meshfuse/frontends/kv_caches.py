@@ -86,7 +86,8 @@ def _initialise(cache: Any, leaves: Sequence[Any], module: Any, heads: int, line
 def _text_config(module: Any) -> Any:
     """The config of a model's language part; None where there is none."""
     config = getattr(module, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = getattr(config, "get_text_config", None)
+    return config if found is None else found()
 
 
 def _heads(module: Any) -> int:

@@ -23,12 +23,12 @@ from .autograd import Runner
 from .calls import Arguments, Call, read_call
 from .capture import Captured, captured
 from .draws import GeneratorDraws
-from .kv_caches import WithCaches
 from .joint import Setting, planned
+from .kv_caches import WithCaches
 from .loading import init_weights, load
-from .plans import ModulePlan, Spec, checked_specs, module_plan
 from .patterns import matches, nearest
 from .placing import Place, Places, check_world, place_parameters
+from .plans import ModulePlan, Spec, checked_specs, module_plan
 from .precision import Precision
 
 STATE = "_meshfuse"
@@ -203,12 +203,14 @@ class ParallelModule(nn.Module):
             compiled = half.fd.latest()
             if name is None:
                 found.append(f"{title}\n{explain_all(compiled)}")
-            for tensor in compiled.graph.tensors if name is not None else ():
-                if _is_called(tensor.line.name, name):
+            for tensor in compiled.graph.tensors:
+                if name is not None and _is_called(tensor.line.name, name):
                     found.append(f"{title}: {explain_tensor(compiled, tensor.id)}")
         if not found:
             names = [t.line.name for half in halves.values() for t in half.fd.latest().graph.tensors]
-            raise user_error("explain: no tensor of this name", shown(name), f"such as {nearest(str(name), names)}", "", line)
+            raise user_error(
+                "explain: no tensor of this name", shown(name), f"such as {nearest(str(name), names)}", "", line
+            )
         return "\n\n".join(found)
 
 
@@ -231,7 +233,12 @@ _CLASSES: dict[type, type] = {}
 def parallel_class(plain: type) -> type:
     """The module's class with `ParallelModule` in front, under the same name."""
     if plain not in _CLASSES:
-        names = {"forward": _forward, "__module__": plain.__module__, "__qualname__": plain.__qualname__, "_plain": plain}
+        names = {
+            "forward": _forward,
+            "__module__": plain.__module__,
+            "__qualname__": plain.__qualname__,
+            "_plain": plain,
+        }
         _CLASSES[plain] = type(plain.__name__, (ParallelModule, plain), names)
     return _CLASSES[plain]
 
@@ -262,9 +269,9 @@ def _made(module: Any, state: State, call: Call, line: SourceLine, all_results: 
     arguments = Arguments(state.names, options.inputs, state.plan, places.is_simulated, call, line)
     graph = _captured(module, state, arguments, line, all_results)
     setting = Setting(
-        state.plan, dict(enumerate(arguments.names)), arguments.shapes, arguments.specs, state.line, _kept_dtypes(module, state, call),
-        options.precision.reduce if options.precision is not None else None, arguments.batch(), graph.numbers_only,
-        options.replicate, options.max_memory,
+        state.plan, dict(enumerate(arguments.names)), arguments.shapes, arguments.specs, state.line,
+        _kept_dtypes(module, state, call), options.precision.reduce if options.precision is not None else None,
+        arguments.batch(), graph.numbers_only, options.replicate, options.max_memory,
     )  # fmt: skip
 
     def full() -> Runner:
@@ -325,4 +332,3 @@ def as_plain(module: Any) -> Iterator[None]:
     finally:
         for part, parallel in found:
             part.__class__ = parallel
-

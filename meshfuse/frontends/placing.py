@@ -37,9 +37,8 @@ class Place:
             return local
         from torch.distributed.tensor import DTensor
 
-        return DTensor.from_local(
-            local, self.torch_mesh, self.placements, run_check=False, shape=torch.Size(shape), stride=dense_strides(shape)
-        )
+        spec = _spec(self.torch_mesh, self.placements, tuple(shape), local.dtype)
+        return DTensor(local, spec, requires_grad=False)  # what from_local does, without its checks
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a whole tensor; itself where ranks are simulated."""
@@ -51,6 +50,13 @@ class Place:
             return tuple(shape)
         runs = self.sharding.runs(shape, World.current().rank)
         return tuple(sum(b - a for a, b in part) for part in runs)
+
+
+def _spec(torch_mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """What a DTensor says of itself."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    return DTensorSpec(torch_mesh, placements, TensorMeta(torch.Size(shape), dense_strides(shape), dtype))
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:

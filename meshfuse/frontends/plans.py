@@ -163,7 +163,8 @@ class _Reader:
         own = [child for child, _ in part.named_parameters(recurse=False)]
         if not own and isinstance(value, (list, tuple)):
             raise user_error(
-                f"plan: {pattern!r}", f"module {name} without parameters of its own", "a parameter, or a module with a weight",
+                f"plan: {pattern!r}", f"module {name} without parameters of its own",
+                "a parameter, or a module with a weight",
                 f'For its result write "{pattern}:output".', self.line,
             )  # fmt: skip
         for child in own:
@@ -288,7 +289,7 @@ def _with_fsdp(spec: Spec | None, shape: Sequence[int], mesh: DeviceMesh, fsdp: 
     place = next(iter(even or free), None)
     if not axes or place is None or (len(axes) > 1 and not even):
         return given
-    return tuple((axes if len(axes) > 1 else axes[0]) if d == place else e for d, e in enumerate(given))
+    return tuple(list(axes) if d == place else e for d, e in enumerate(given))
 
 
 def checked_specs(what: str, specs: Any, names: Sequence[str], mesh: DeviceMesh, line: SourceLine) -> dict[str, Spec]:
@@ -296,13 +297,15 @@ def checked_specs(what: str, specs: Any, names: Sequence[str], mesh: DeviceMesh,
     if specs is None:
         return {}
     if not isinstance(specs, Mapping):
-        raise user_error(f"parallelize: {what}", shown(specs), f'a dict such as {{"{names[0] if names else "x"}": ["dp", None]}}',
-                         "", line)  # fmt: skip
+        example = f'a dict such as {{"{names[0] if names else "x"}": ["dp", None]}}'
+        raise user_error(f"parallelize: {what}", shown(specs), example, "", line)
     for name, spec in specs.items():
         if name.partition(".")[0] not in names:
             near = nearest(name, names)
-            raise user_error(f"parallelize: {what}: no argument is called {name!r}", f"near to it {near}" if near else "",
-                             f"one of {list(names)}", "Correct the name.", line)  # fmt: skip
+            raise user_error(
+                f"parallelize: {what}: no argument is called {name!r}", f"near to it {near}" if near else "",
+                f"one of {list(names)}", "Correct the name.", line,
+            )  # fmt: skip
         if not isinstance(spec, (list, tuple)):
             raise user_error(f"parallelize: {what}[{name!r}]", shown(spec), "a list with one entry per dim", "", line)
         unknown = [axis for axis in _axes_of([spec]) if axis not in mesh.names]
@@ -310,5 +313,3 @@ def checked_specs(what: str, specs: Any, names: Sequence[str], mesh: DeviceMesh,
             raise user_error(f"parallelize: {what}[{name!r}]: unknown mesh axis", repr(unknown[0]),
                              f"one of {list(mesh.names)}", "Use an axis of the mesh.", line)  # fmt: skip
     return {name: tuple(spec) for name, spec in specs.items()}
-
-

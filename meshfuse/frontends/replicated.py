@@ -19,7 +19,7 @@ _PREFIX = "whole_"
 
 
 def replicated(node: torch.fx.Node) -> Any:
-    """A rule that has a node's op computed whole on every rank, by torch. `explain` shows it as `whole_` and its name."""
+    """A rule by which torch computes a node's op whole on every rank; `explain` shows it as `whole_` and its name."""
 
     def write(t: Translation, *args: Any, **kwargs: Any) -> Any:
         tensors: list[TensorView] = []
@@ -80,5 +80,3 @@ def _op(target: Any, form: Any, types: tuple[TensorType, ...], count: int) -> Op
 
     params = tuple(Param(f"x{i}", ParamKind.TENSOR) for i in range(count))
     return OpDef(name, params, lambda call: types, rule, emit, compute=compute, nvfuser="an op of torch")
-
-

@@ -74,7 +74,7 @@ def as_one_op(graph: torch.fx.GraphModule) -> None:
 
 def _replace(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-    given = {**dict(zip(names[:6], node.args, strict=False)), **node.kwargs}
+    given: dict[str, Any] = {**dict(zip(names[:6], node.args, strict=False)), **node.kwargs}
     query, key, value, mask = (given.get(name) for name in names[:4])
     options = (float(given.get("dropout_p", 0.0)), given.get("is_causal", False), given.get("scale"))
     with graph.inserting_before(node):

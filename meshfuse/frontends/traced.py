@@ -13,6 +13,7 @@ from ..errors import SourceLine
 from ..fusion_definition import FusionDefinition
 from ..ops.opdef import OpDef
 
+
 class TracedDefinition(FusionDefinition):
     """A definition whose ops are not written by a script.
 

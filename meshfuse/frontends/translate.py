@@ -18,6 +18,7 @@ from .replicated import replicated
 from .sizes import Sizes
 from .traced import TracedDefinition
 
+
 @dataclass(slots=True)
 class Translator:
     """Writes nodes of a graph into a definition.
@@ -89,6 +90,7 @@ class Translator:
         """Results in the types and shapes that the graph says."""
         told = node.meta.get("val")
         if isinstance(made, (tuple, list)):
+            assert isinstance(told, (tuple, list)), node
             return tuple(self._one(node, x, value) for x, value in zip(made, told, strict=True))
         return self._one(node, made, told)
 

@@ -1,5 +1,7 @@
 """Small models of Hugging Face, made from configs: nothing is downloaded. Each with arguments, and how they are cut."""
 
+# ruff: noqa: E501  # rows of tables
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -71,7 +73,12 @@ def _bert() -> Example:
         max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     heads = {f"attention.self.{name}": "colwise" for name in ("query", "key", "value")}
-    plan = {**heads, "attention.output.dense": "rowwise", "intermediate.dense": "colwise", "layer.*.output.dense": "rowwise"}
+    plan = {
+        **heads,
+        "attention.output.dense": "rowwise",
+        "intermediate.dense": "colwise",
+        "layer.*.output.dense": "rowwise",
+    }
     return _language(config, "BertForMaskedLM", plan, attention_mask=_padding())
 
 

@@ -12,7 +12,16 @@ import torch
 import meshfuse as mf
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from frontend_models import GPT_PLAN, VOCABULARY, Gpt, difference, gradients_differ_by, pair, parameters_differ_by, train
+from frontend_models import (
+    GPT_PLAN,
+    VOCABULARY,
+    Gpt,
+    difference,
+    gradients_differ_by,
+    pair,
+    parameters_differ_by,
+    train,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -41,11 +50,13 @@ def on_rank_training(folder: str) -> dict[str, Any]:
 
     fast()
     found: dict[str, Any] = {}
-    model, eager = pair(Gpt)
+    model, eager = pair(Gpt, 1)
     mesh = mf.DeviceMesh((2, 2), ("dp", "tp"))
     mf.parallelize(model, mesh, GPT_PLAN, inputs=INPUTS, fsdp="dp")
     weights = dict(model.named_parameters())
-    found["placements"] = {n: str(weights[n].placements) for n in ("layers.0.qkv.weight", "norm.weight", "layers.0.up.bias")}
+    found["placements"] = {
+        n: str(weights[n].placements) for n in ("layers.0.qkv.weight", "norm.weight", "layers.0.up.bias")
+    }
     local = train(model, {"ids": mine(ids(), 2), "targets": mine(ids(2), 2)})
     whole = train(eager, {"ids": ids(), "targets": ids(2)})
     found["steps"] = max(abs(a - b) / b for a, b in zip(local, whole, strict=True))
@@ -57,12 +68,12 @@ def on_rank_training(folder: str) -> dict[str, Any]:
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     found["full"] = sorted(full) == sorted(eager.state_dict()) if mf.World.current().rank == 0 else True
     # torch's checkpoints write no packed weights.
-    unpacked, _ = pair(Gpt)
+    unpacked, _ = pair(Gpt, 1)
     mf.parallelize(unpacked, mesh, {k: v for k, v in GPT_PLAN.items() if "qkv" not in k}, fsdp="dp")
     dcp.save({"model": get_model_state_dict(unpacked)}, checkpoint_id=f"{folder}/dcp")
     mf.save(f"{folder}/own", model.state_dict())
     with torch.device("meta"):
-        other = Gpt()
+        other = Gpt(1)
     mf.parallelize(other, mf.DeviceMesh((4,), ("tp",)), {**GPT_PLAN, "layers.*.qkv": "rowwise"})
     other.init_weights(3)
     state = {"model": get_model_state_dict(other)}
@@ -90,7 +101,7 @@ def on_rank_results() -> dict[str, Any]:
 
     fast()
     found: dict[str, Any] = {}
-    model, eager = pair(Gpt)
+    model, eager = pair(Gpt, 1)
     mf.parallelize(model, mf.DeviceMesh((2, 2), ("dp", "tp")), GPT_PLAN, inputs=INPUTS)
     loss, logits = model(mine(ids(), 2), mine(ids(2), 2))
     found["types"] = type(loss).__name__, type(logits).__name__
@@ -106,7 +117,7 @@ def on_rank_results() -> dict[str, Any]:
         found["plain"] = type(plain).__name__, difference(plain, mine(eager(ids()), 2)), difference(placed, plain)
     torch.manual_seed(mf.World.current().rank)
     try:
-        mf.parallelize(Gpt(), mf.DeviceMesh((4,), ("tp",)), GPT_PLAN)
+        mf.parallelize(Gpt(1), mf.DeviceMesh((4,), ("tp",)), GPT_PLAN)
     except mf.RankError as error:
         found["error"] = str(error)
     return found

@@ -1,4 +1,7 @@
-"""aten ops in ops of a definition: `rule_for`, over the table that is assembled here. A family of ops is a file; a new one gets a line here."""
+"""aten ops in ops of a definition: `rule_for`, over the table that is assembled here.
+
+A family of ops is a file; a new one gets a line here.
+"""
 
 from __future__ import annotations
 
