@@ -80,7 +80,7 @@ def session_times(channel: BareChannel, count: int) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     with di.ThreadedSession(4) as threads, di.ProcessSession(4) as processes:
         kinds: tuple[di.Session, ...] = (threads, processes)
-        functions = {session: session.call(lambda: int) for session in kinds}
+        functions: dict[di.Session, di.DRef] = {session: session.call(lambda: int) for session in kinds}
 
         def call_and_sync(session: di.Session) -> None:
             functions[session](1)
