@@ -50,6 +50,32 @@ def test_a_gpt_trains_as_eager_does() -> None:
     assert "annotated so at test_frontends.py" in model.explain("layers.0.qkv.weight")
 
 
+class Images(nn.Module):
+    """Convolutions, batch norm and pooling of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.up = nn.Conv2d(8, 4, 3, stride=2, groups=2), nn.ConvTranspose2d(4, 4, 2, stride=2)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(F.relu(self.norm(self.first(x))), 2, ceil_mode=True)
+        x = F.avg_pool2d(F.relu(self.up(self.second(x))), 3, stride=1, padding=1)
+        return F.cross_entropy(self.head(F.adaptive_avg_pool2d(x, 1).flatten(1)), y)
+
+
+def test_a_network_of_convolutions_trains_as_eager_does() -> None:
+    model, eager = pair(lambda: Images().double())
+    mf.parallelize(model, MESH, {}, inputs={"x": ["dp", None, None, None], "y": ["dp"]})
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randn(4, 3, 11, 12, generator=draw).double(), torch.randint(5, (4,), generator=draw)
+    for each in (model, eager):
+        each(x, y).backward()
+    assert gradients_differ_by(model, eager) < 1e-10
+    assert difference(model.norm.running_var, eager.norm.running_var) < 1e-10
+
+
 def test_gradients_of_other_results_than_the_loss() -> None:
     model, eager = pair(Gpt)
     mf.parallelize(model, MESH, GPT_PLAN, inputs={"ids": ["dp", None], "targets": ["dp", None]})

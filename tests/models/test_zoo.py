@@ -17,8 +17,6 @@ MESHES = {
     "tp4": mf.DeviceMesh((1, 4), ("dp", "tp")), "tp3": mf.DeviceMesh((1, 3), ("dp", "tp")),
     "tp8": mf.DeviceMesh((1, 8), ("dp", "tp")),
 }  # fmt: skip
-# Those with convolutions have them whole on every rank until there is an op.
-_CONVOLUTIONS = ("vit", "whisper", "mamba2")
 # Gradients that are 0 but for rounding; AdamW would make steps of it.
 _NOISY = ("phi", "qwen2", "gpt2", "bert", "vit", "whisper", "t5")
 
@@ -36,8 +34,7 @@ def example(name: str) -> tuple[Any, Any, zoo.Example]:
 
 def parallel(found: zoo.Example, mesh: mf.DeviceMesh, name: str, **more: Any) -> Any:
     specs = {key: ["dp", *[None] * (value.ndim - 1)] for key, value in found.arguments.items()}
-    fallback = "replicate" if name in _CONVOLUTIONS else None
-    return mf.parallelize(found.model, mesh, found.plan, inputs=specs, fallback=fallback, **more)
+    return mf.parallelize(found.model, mesh, found.plan, inputs=specs, **more)
 
 
 def compare(name: str, mesh: mf.DeviceMesh, **more: Any) -> None:
