@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from ..dtypes import Category
+from ..dtypes import Category, DataType
 from ..errors import DtypeError, user_error
-from .opdef import Call, Emit, Writing
+from .opdef import Call, Emit, Sample
 from .rules import Rule, RuleBuilder
 from .shape_arithmetic import UNKNOWN, check_ndim, known_size
 from .sliding_windows import Blocks, Window, check_windows, input_blocks, per_dim, result_blocks, window_factors
@@ -15,6 +16,13 @@ from .values import Param, ParamKind, TensorType
 K = ParamKind
 NOT_NATIVE = "nvFuser has no windows that slide"
 WINDOW = (Param("kernel", K.INTS), Param("stride", K.INTS), Param("before", K.INTS, (0,)))
+ARG, GRAD, SIZES = Param("arg", K.TENSOR), Param("grad", K.TENSOR), Param("sizes", K.SHAPE)
+AFTER = Param("after", K.SHAPE, (0,))
+
+
+def sample(shape: tuple[int, ...], *options: Any, values: Mapping[int, Sequence[float]] | None = None) -> Sample:
+    """Arguments of an op of pooling, the first of them a tensor of this shape."""
+    return Sample((TensorType(shape, DataType.Float), *options), values=values or {})
 
 
 def windows_of(call: Call, dims: int) -> list[Window]:
@@ -95,7 +103,7 @@ def _without(options: Sequence[int], dim: int) -> tuple[int, ...]:
     return tuple(0 if d == dim - 2 else option for d, option in enumerate(options))
 
 
-def input_form(r: Writing, call: Call, dim: int, blocks: int) -> tuple[Blocks, Window, int] | None:
+def input_form(call: Call, dim: int, blocks: int) -> tuple[Blocks, Window, int] | None:
     """(blocks, window, number of windows) of a spatial dim that does not pass through; None for others."""
     if not blocks or dim < 2:
         return None
@@ -113,9 +121,7 @@ def options_along(call: Call, dim: int) -> list[tuple[int, ...]]:
     return [size, stride, _without(before, dim), _without(after, dim)]
 
 
-def result_form(
-    r: Writing, call: Call, dim: int, blocks: int
-) -> tuple[Blocks, tuple[int, int], int, tuple[int, int]] | None:
+def result_form(call: Call, dim: int, blocks: int) -> tuple[Blocks, tuple[int, int], int, tuple[int, int]] | None:
     """(blocks, halo, start, (elements, windows)) of a spatial dim that does not pass through; None for others."""
     if not blocks or dim < 2:
         return None

@@ -7,7 +7,7 @@ their blocks (`sliding_windows.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,11 @@ from ..kernels.table import kernel
 from .halo import in_blocks
 from .opdef import Call, Emit, OpDef, Partial, Sample, Writing
 from .pooling import (
+    AFTER,
+    ARG,
+    GRAD,
     NOT_NATIVE,
+    SIZES,
     WINDOW,
     input_form,
     options_along,
@@ -27,6 +31,7 @@ from .pooling import (
     pooled_rule,
     pooled_shape,
     result_form,
+    sample,
     spread_infer,
     spread_rule,
     torch_widths,
@@ -128,7 +133,7 @@ def _distributed_max(
     r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
     """As of the sum; places within a block are counted anew."""
-    found = input_form(r, call, dim, blocks)
+    found = input_form(call, dim, blocks)
     if found is None:
         return None
     cut, window, m = found
@@ -184,7 +189,7 @@ def _distributed_max_bwd(
     r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
     """Blocks of the result, from all windows that reach into them; of these, what lies in the block."""
-    found = result_form(r, call, dim, blocks)
+    found = result_form(call, dim, blocks)
     if found is None:
         return None
     cut, halo, _, (n, _) = found
@@ -211,22 +216,18 @@ def _max_bwd_vjp(b: Backward) -> Tensor:
     return b.ops.reshape(b.ops.take_along_axis(flat, places, 2), sizes(index))
 
 
-def _sample(shape: tuple[int, ...], *options: Any, values: Mapping[int, Sequence[float]] | None = None) -> Sample:
-    return Sample((TensorType(shape, DataType.Float), *options), values=values or {})
-
-
 def _max_samples() -> list[Sample]:
     return [
-        _sample((2, 3, 8), [3], [2], [1], [0]),
-        _sample((1, 2, 3, 6), [2, 3], [1, 3], [1, 0], [1, 0], [2, 1]),
+        sample((2, 3, 8), [3], [2], [1], [0]),
+        sample((1, 2, 3, 6), [2, 3], [1, 3], [1, 0], [1, 0], [2, 1]),
     ]
 
 
 def _max_bwd_samples() -> list[Sample]:
     index = [TensorType(shape, DataType.Int) for shape in ((2, 3, 4), (1, 2, 3))]
     return [
-        _sample((2, 3, 4), index[0], [8], [3], [2], [1], values={1: (0, 3, 4, 7)}),
-        _sample((1, 2, 3), index[1], [6], [2], [2], values={1: (1, 2, 5)}),
+        sample((2, 3, 4), index[0], [8], [3], [2], [1], values={1: (0, 3, 4, 7)}),
+        sample((1, 2, 3), index[1], [6], [2], [2], values={1: (1, 2, 5)}),
     ]
 
 
@@ -246,17 +247,16 @@ def _max_bwd_reference(grad: torch.Tensor, index: torch.Tensor, made: Any, *_: A
     return flat.scatter_add(2, index.flatten(2), grad.flatten(2)).reshape(*grad.shape[:2], *made)
 
 
-_ARG, _GRAD, _SIZES = Param("arg", K.TENSOR), Param("grad", K.TENSOR), Param("sizes", K.SHAPE)
-_AFTER, _DILATION = Param("after", K.SHAPE, (0,)), Param("dilation", K.INTS, (1,))
+_DILATION = Param("dilation", K.INTS, (1,))
 OPS = (
     OpDef(
-        "window_max", (_ARG, *WINDOW, _AFTER, _DILATION), _max_infer, pooled_rule, _max_emit,
+        "window_max", (ARG, *WINDOW, AFTER, _DILATION), _max_infer, pooled_rule, _max_emit,
         flops=lambda call: float(call.results[0].numel * math.prod(call["kernel"])), samples=_max_samples,
         nvfuser=NOT_NATIVE, distributed=_distributed_max, vjp=each(arg=_max_vjp), reference=_max_reference,
         about="maxima of windows that slide along 1 to 3 dims of [n, channels, ..], and their places in these dims",
     ),
     OpDef(
-        "window_max_bwd", (_GRAD, Param("index", K.TENSOR), _SIZES, *WINDOW, _DILATION), _max_bwd_infer, spread_rule,
+        "window_max_bwd", (GRAD, Param("index", K.TENSOR), SIZES, *WINDOW, _DILATION), _max_bwd_infer, spread_rule,
         _max_bwd_emit, Partial.FIRST, samples=_max_bwd_samples, nvfuser=NOT_NATIVE, distributed=_distributed_max_bwd,
         vjp=each(grad=_max_bwd_vjp), reference=_max_bwd_reference,
         about="the gradient of `window_max`: each element added at its place",

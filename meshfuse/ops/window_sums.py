@@ -7,18 +7,21 @@ their blocks (`sliding_windows.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ..dtypes import DataType
 from ..kernels.table import kernel
 from .halo import in_blocks
 from .opdef import Call, Emit, OpDef, Partial, Sample, Writing
 from .pooling import (
+    AFTER,
+    ARG,
+    GRAD,
     NOT_NATIVE,
+    SIZES,
     WINDOW,
     input_form,
     options_along,
@@ -26,15 +29,14 @@ from .pooling import (
     pooled_rule,
     pooled_shape,
     result_form,
+    sample,
     spread_infer,
     spread_rule,
     torch_widths,
 )
 from .sliding_windows import per_dim, with_halo
-from .values import Param, ParamKind, TensorRef, TensorType
+from .values import TensorRef, TensorType
 from .vjp import Backward, Tensor, each, sizes
-
-K = ParamKind
 
 
 def _sum_infer(call: Call) -> tuple[TensorType, ...]:
@@ -64,7 +66,7 @@ def _distributed_sum(
     r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
     """Blocks of the dim with the edges that windows read, as so many more images."""
-    found = input_form(r, call, dim, blocks)
+    found = input_form(call, dim, blocks)
     if found is None:
         return None
     cut, window, m = found
@@ -105,7 +107,7 @@ def _distributed_spread(
     r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
     """Blocks of the result, from all windows that reach into them."""
-    found = result_form(r, call, dim, blocks)
+    found = result_form(call, dim, blocks)
     if found is None:
         return None
     cut, halo, start, (n, _) = found
@@ -125,37 +127,26 @@ def _spread_vjp(b: Backward) -> Tensor:
     return b.ops.window_sum(b.grad, size, stride, before, after)
 
 
-def _sample(shape: tuple[int, ...], *options: Any, values: Mapping[int, Sequence[float]] | None = None) -> Sample:
-    return Sample((TensorType(shape, DataType.Float), *options), values=values or {})
-
-
 def _sum_samples() -> list[Sample]:
     return [
-        _sample((2, 3, 8), [3], [2], [1], [0]),
-        _sample((1, 2, 3, 6), [2, 3], [1, 3], [1, 0], [0]),
-        _sample((1, 1, 2, 3, 2), [2, 3, 1], [2, 1, 1], [0], [1, 0, 0]),
+        sample((2, 3, 8), [3], [2], [1], [0]),
+        sample((1, 2, 3, 6), [2, 3], [1, 3], [1, 0], [0]),
+        sample((1, 1, 2, 3, 2), [2, 3, 1], [2, 1, 1], [0], [1, 0, 0]),
     ]
 
 
 def _spread_samples() -> list[Sample]:
     return [
-        _sample((2, 3, 4), [8], [3], [2], [1]),
-        _sample((1, 2, 3, 2), [3, 6], [2, 3], [1, 3], [1, 0]),
+        sample((2, 3, 4), [8], [3], [2], [1]),
+        sample((1, 2, 3, 2), [3, 6], [2, 3], [1, 3], [1, 0]),
     ]
 
 
-def _padded_reference(pool: Any, fill: float) -> Any:
-    """A pooling function of torch on an operand that is padded before."""
-
-    def pooled(x: torch.Tensor, size: Any, stride: Any, before: Any, after: Any, *more: Any) -> Any:
-        dims = x.ndim - 2
-        before, after = (list(w) * dims if len(w) == 1 else w for w in (before, after))
-        return pool(F.pad(x, torch_widths([*zip(before, after, strict=True)]), value=fill), size, stride, *more)
-
-    return pooled
-
-
-def _sum_reference(x: torch.Tensor, size: Any, stride: Any) -> torch.Tensor:
+def _sum_reference(x: torch.Tensor, size: Any, stride: Any, before: Any, after: Any) -> torch.Tensor:
+    """Of an operand that is padded before."""
+    dims = x.ndim - 2
+    before, after = (list(w) * dims if len(w) == 1 else w for w in (before, after))
+    x = F.pad(x, torch_widths([*zip(before, after, strict=True)]))
     for d, (k, s) in enumerate(zip(size, stride, strict=True)):
         x = x.unfold(d + 2, k, s).sum(-1)
     return x
@@ -175,18 +166,16 @@ def _spread_reference(grad: torch.Tensor, made: Any, size: Any, stride: Any, bef
     return out + grad
 
 
-_ARG, _GRAD, _SIZES = Param("arg", K.TENSOR), Param("grad", K.TENSOR), Param("sizes", K.SHAPE)
-_AFTER = Param("after", K.SHAPE, (0,))
 OPS = (
     OpDef(
-        "window_sum", (_ARG, *WINDOW, _AFTER), _sum_infer, pooled_rule,
+        "window_sum", (ARG, *WINDOW, AFTER), _sum_infer, pooled_rule,
         _sum_emit, Partial.FIRST, lambda call: float(call.results[0].numel * math.prod(call["kernel"])), _sum_samples,
         nvfuser=NOT_NATIVE, distributed=_distributed_sum, vjp=each(arg=_sum_vjp),
-        reference=_padded_reference(_sum_reference, 0.0),
+        reference=_sum_reference,
         about="sums of windows that slide along 1 to 3 dims of [n, channels, ..], with zeros before and after",
     ),
     OpDef(
-        "window_spread", (_GRAD, _SIZES, *WINDOW), spread_infer, spread_rule, _spread_emit, Partial.FIRST,
+        "window_spread", (GRAD, SIZES, *WINDOW), spread_infer, spread_rule, _spread_emit, Partial.FIRST,
         lambda call: float(call.types[0].numel * math.prod(call["kernel"])), _spread_samples,
         nvfuser=NOT_NATIVE, distributed=_distributed_spread, vjp=each(grad=_spread_vjp), reference=_spread_reference,
         about="the gradient of `window_sum`: each element added to all that its window read",

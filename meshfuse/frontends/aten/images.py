@@ -35,8 +35,7 @@ def _max_pool_gradient(
     t: Translation, grad: TensorView, x: TensorView, kernel: Any, stride: Any, padding: Any, dilation: Any,
     ceil_mode: bool, indices: TensorView,
 ) -> TensorView:  # fmt: skip
-    made, _ = t.ops.max_pool(x, kernel, stride or None, padding, dilation, ceil_mode)
-    return t.fd.grad(made, [x], grad)[0]
+    return t.ops.window_max_bwd(grad, indices, list(x.type.shape[2:]), kernel, stride or kernel, padding, dilation)
 
 
 @rule(aten.avg_pool2d.default, aten.avg_pool3d.default)
