@@ -210,8 +210,7 @@ class FusionDefinition:
                 "Return the tensor and copy it.", line,
             )  # fmt: skip
         number = own(self, output, "add_output", line).id
-        if name is not None:
-            self.recording.name(number, name, line)
+        self.recording.name(number, name, line)
         self.recording.outputs.append(number)
 
     @property

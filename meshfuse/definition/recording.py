@@ -151,10 +151,10 @@ class Recording:
         return ref
 
     def name(self, tensor: int, name: Any, line: SourceLine) -> None:
-        """Give a tensor a name of its own. Raises DefinitionError for what is no text."""
-        named(line, name, "add_output")
-        made = self.tensors[tensor]
-        self.tensors[tensor] = replace(made, line=replace(made.line, name=name))
+        """Give a tensor a name of its own; None leaves it as it is. Raises DefinitionError for what is no text."""
+        made, checked = self.tensors[tensor], named(line, name, "add_output")
+        if checked is not line:
+            self.tensors[tensor] = replace(made, line=replace(made.line, name=name))
 
     def append(self, op: OpDef, bound: tuple[Any, ...], line: SourceLine) -> tuple[TensorRef, ...]:
         """Append an op with its arguments as `bind` gives them. Raises as the op's type rule does."""
