@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import CheckpointError, SourceLine, shown, user_error
+from ..checkpoint.safetensors import StoredTensor, find, names_of
+from ..errors import CheckpointError, SourceLine, located, shown, user_error
 from ..executor.dtensor import is_dtensor
-from ..runtime.world import World
 from .patterns import nearest
 from .placing import Place
 
@@ -28,26 +26,28 @@ def load(module: nn.Module, places: Mapping[str, Place], path: Any, strict: bool
 
     Raises CheckpointError where there is none, or it lacks a name or has another shape.
     """
-    files = _files(path, line)
-    aliases = _aliases(module)
-    missing = [name for name in aliases if not any(alias in files for alias in aliases[name])]
-    if missing and strict:
-        near = nearest(missing[0], list(files))
-        raise user_error(
-            f"load: {len(missing)} names are not in {path}", f"{missing[0]}{f', near to it {near}' if near else ''}",
-            "all parameters and buffers of the module", "Pass strict=False to leave them as they are.", line,
-            CheckpointError,
-        )  # fmt: skip
-    tensors = _tensors(module)
-    with torch.no_grad(), _Readers() as readers:
-        for name, names in aliases.items():
-            found = next((alias for alias in names if alias in files), None)
-            if found is not None:
-                _read(readers.of(files[found]), found, name, tensors[name], places.get(name), line)
+    file = _file(path, line)
+    with located(line):
+        stored, aliases = dict.fromkeys(names_of(file)), _aliases(module)
+        found = {name: next((alias for alias in names if alias in stored), None) for name, names in aliases.items()}
+        missing = [name for name, alias in found.items() if alias is None]
+        if missing and strict:
+            near = nearest(missing[0], stored)
+            raise user_error(
+                f"load: {len(missing)} names are not in {path}",
+                f"{missing[0]}{f', near to it {near}' if near else ''}", "all parameters and buffers of the module",
+                "Pass strict=False to leave them as they are.", line, CheckpointError,
+            )  # fmt: skip
+        tensors = _tensors(module)
+        there = find(file, [alias for alias in found.values() if alias is not None])
+        with torch.no_grad():
+            for name, alias in found.items():
+                if alias is not None:
+                    _read(there[alias], alias, name, tensors[name], places.get(name), line)
 
 
-def _files(path: Any, line: SourceLine) -> dict[str, Path]:
-    """By name of a tensor the file that has it."""
+def _file(path: Any, line: SourceLine) -> Path:
+    """The file of tensors, or the index of several."""
     if not isinstance(path, (str, os.PathLike)):
         raise user_error("load: path", shown(path), "a path of a safetensors file, its index or their folder", "", line)
     place = Path(path)
@@ -57,33 +57,7 @@ def _files(path: Any, line: SourceLine) -> dict[str, Path]:
     if not place.exists():
         raise user_error(f"load: {path}", "no such file", "a safetensors file, its index or their folder",
                          "Check the path on every rank.", line, CheckpointError)  # fmt: skip
-    if place.suffix == ".json":
-        listed = json.loads(place.read_text())["weight_map"]
-        return {name: place.parent / file for name, file in listed.items()}
-    with _Readers() as readers:
-        return dict.fromkeys(readers.of(place).keys(), place)
-
-
-class _Readers:
-    """Open files of safetensors, each opened once."""
-
-    def __init__(self) -> None:
-        self._open: dict[Path, Any] = {}
-
-    def of(self, path: Path) -> Any:
-        """The open file."""
-        if path not in self._open:
-            from safetensors import safe_open  # an extra
-
-            self._open[path] = safe_open(str(path), "pt").__enter__()
-        return self._open[path]
-
-    def __enter__(self) -> _Readers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._open.values():
-            file.__exit__(None, None, None)
+    return place
 
 
 def _aliases(module: nn.Module) -> dict[str, list[str]]:
@@ -97,35 +71,19 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _read(file: Any, stored: str, name: str, target: torch.Tensor, place: Place | None, line: SourceLine) -> None:
+def _read(
+    stored: StoredTensor, alias: str, name: str, target: torch.Tensor, place: Place | None, line: SourceLine
+) -> None:
     """Read a tensor's part into memory."""
-    part = file.get_slice(stored)
-    shape = tuple(part.get_shape())
-    if shape != tuple(target.shape):
-        raise user_error(f"load: {stored}", f"shape {list(shape)} in the file", f"{list(target.shape)} for {name}",
-                         "Make the model with the config of the weights.", line, CheckpointError)  # fmt: skip
-    if not is_dtensor(target) or place is None:
-        target.data.copy_(file.get_tensor(stored)) if not target.is_meta else None
-        return
-    runs = place.sharding.runs(shape, World.current().rank)
+    if stored.shape != tuple(target.shape):
+        raise user_error(f"load: {alias}", f"shape {list(stored.shape)} in the file",
+                         f"{list(target.shape)} for {name}", "Make the model with the config of the weights.", line,
+                         CheckpointError)  # fmt: skip
     local: Any = target
-    _fill(local._local_tensor, part, runs)
-
-
-def _fill(local: torch.Tensor, part: Any, runs: Any) -> None:
-    """Fill a shard, box by box; a box is a run of indices in every dim."""
-    for box in itertools.product(*[_with_places(dim) for dim in runs]):
-        here = local[tuple(slice(at, at + b - a) for at, (a, b) in box)]
-        source = part[tuple(slice(a, b) for _, (a, b) in box)] if box else part[...]
-        here.copy_(source)
-
-
-def _with_places(runs: Any) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Each run with the place of its first index in the shard."""
-    at = 0
-    for a, b in runs:
-        yield at, (a, b)
-        at += b - a
+    if is_dtensor(target) and place is not None:
+        local._local_tensor.copy_(place.part(stored.mapped()))
+    elif not target.is_meta:
+        target.data.copy_(stored.mapped())
 
 
 # initialising

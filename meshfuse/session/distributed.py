@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.safetensors import StoredTensor
 from ..sharding.data import shard
 from ..sharding.value import Sharding
 from .executor import current
-from .safetensors import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)

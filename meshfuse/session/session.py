@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..argument_checks import as_int
+from ..checkpoint.safetensors import find
 from ..errors import ArgumentError, caller_line, shown, user_error
 from ..fusion_definition import FusionDefinition
 from ..runtime.environment import DEFAULT_TIMEOUT
@@ -24,7 +25,6 @@ from .dref import DRef
 from .handshake import TOKEN, token_of
 from .nodes import Nodes
 from .rpc import start as rpc_start
-from .safetensors import find
 
 
 class Session(Controller):

@@ -50,6 +50,12 @@ class StoredTensor:
         return raw.view(self.dtype).view(self.shape)
 
 
+def names_of(path: str | os.PathLike[str]) -> list[str]:
+    """The names of all tensors in a safetensors file, or in those of an index. Raises CheckpointError as `find`."""
+    path = os.fspath(path)
+    return [name for name in (_index(path) if _is_index(path) else _header(path)[0]) if name != "__metadata__"]
+
+
 def find(path: str | os.PathLike[str], names: Sequence[str]) -> dict[str, StoredTensor]:
     """Where these tensors are, in a safetensors file or in those of an index.
 
@@ -62,18 +68,27 @@ def find(path: str | os.PathLike[str], names: Sequence[str]) -> dict[str, Stored
 
 
 def _files(path: str, names: Sequence[str]) -> dict[str, str]:
-    if not path.endswith(".json"):
+    if not _is_index(path):
         return dict.fromkeys(names, path)
-    try:
-        with open(path, encoding="utf-8") as file:
-            index = json.load(file)["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _wrong(path, f"no index ({error})", 'a JSON file with a "weight_map"') from None
+    index = _index(path)
     missing = [name for name in names if name not in index]
     if missing:
         raise _wrong(path, f"no tensor {missing[0]!r}", f"one of its {len(index)} names")
     folder = os.path.dirname(path)
     return {name: os.path.join(folder, os.path.basename(index[name])) for name in names}
+
+
+def _is_index(path: str) -> bool:
+    return path.endswith(".json")
+
+
+def _index(path: str) -> Mapping[str, str]:
+    """By name of a tensor the file that has it."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _wrong(path, f"no index ({error})", 'a JSON file with a "weight_map"') from None
 
 
 def _header(path: str) -> tuple[Mapping[str, Any], int]:
