@@ -47,8 +47,7 @@ class Runner:
         sharding = self.step.results[place]
         if self._places.is_simulated or self.step.backward is None or not sharding.ndim:
             return None
-        shape = self.step.forward.fd.latest().graph.shape(self.step.forward.fd.latest().graph.outputs[place])
-        return self._places.of_sharding(f"result {source.place}", sharding, shape)
+        return self._places.of_sharding(f"result {source.place}", sharding, self._shape(place))
 
     # a call
 
@@ -116,10 +115,7 @@ class Runner:
 
     def _gradient(self, source: Source, local: torch.Tensor) -> torch.Tensor:
         place = self._parameters.get(source.name)
-        return local if place is None else place.wrapped(local, self._parameter_shape(source.name))
-
-    def _parameter_shape(self, name: str) -> tuple[int, ...]:
-        return self._places.shapes[name]
+        return local if place is None else place.wrapped(local, self._places.shapes[source.name])
 
     def _tangent(self, place: int, given: torch.Tensor | None) -> torch.Tensor:
         """The gradient of a result in its sharding; zeros where none came."""
