@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..executor.dtensor import is_dtensor
+from ..executor.dtensor import is_dtensor, settled
 from .calls import Call
 from .capture import Captured, Source
 from .joint import Half, Step
@@ -142,11 +142,7 @@ def _dtype(tensor: Any) -> torch.dtype:
 
 def _local(value: Any) -> Any:
     """This rank's own part of a DTensor; any other tensor as it is."""
-    if not is_dtensor(value):
-        return value
-    local = value._local_tensor
-    wait = getattr(local, "wait", None)
-    return local if wait is None else wait()
+    return settled(value._local_tensor) if is_dtensor(value) else value
 
 
 def _getter(module: nn.Module, graph: Captured, source: Source) -> Getter | None:

@@ -77,10 +77,14 @@ class Controller:
         self._issued: deque[_Issued] = deque(maxlen=_REMEMBERED)
         self._broken: str | None = None
         self._setup: list[tuple[Any, tuple[Any, ...]]] = []
+        self._begin()
+        _open.add(self)
+
+    def _begin(self) -> None:
+        """Start the workers; they end with this object, if not before."""
         self._crew = self._start()
         self._end = weakref.finalize(self, Crew.close, self._crew, False)
         self._end.atexit = False
-        _open.add(self)
 
     def _start(self) -> Crew:
         raise NotImplementedError
@@ -95,8 +99,7 @@ class Controller:
         """
         function = registered(name)
         if isinstance(function, types.FunctionType) and not is_importable(function):
-            self._setup.append((builtin.define_function, (name, function)))
-            return self._call(builtin.define_function, (name, function), {}, name)
+            return self._call_now_and_after_restarts(builtin.define_function, (name, function), name)
         module = getattr(function, "__module__", None)
         return self._call(builtin.get_function, (name, module), {}, name)
 
@@ -112,8 +115,11 @@ class Controller:
 
     def import_python_module(self, name: str) -> None:
         """Import a module on every worker; it may register functions."""
-        self._setup.append((builtin.import_module, (name,)))
-        self._call(builtin.import_module, (name,), {}, f"import {name}")
+        self._call_now_and_after_restarts(builtin.import_module, (name,), f"import {name}")
+
+    def _call_now_and_after_restarts(self, function: Any, args: tuple[Any, ...], what: str) -> DRef:
+        self._setup.append((function, args))
+        return self._call(function, args, {}, what)
 
     def _call(
         self, function: Any, args: Any, kwargs: Any, what: str, only: Link | None = None, placed: Any = None
@@ -364,9 +370,7 @@ class Controller:
             self.generation += 1
             self._freed.clear()
             self._broken = None
-            self._crew = self._start()
-            self._end = weakref.finalize(self, Crew.close, self._crew, False)
-            self._end.atexit = False
+            self._begin()
             for function, args in self._setup:
                 self._call(function, args, {}, "restart")
 

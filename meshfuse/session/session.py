@@ -34,6 +34,20 @@ class Session(Controller):
     """
 
     _rpc_groups = 0
+    _engine: LocalEngine | None = None
+
+    def _local_engine(self) -> LocalEngine:
+        """What starts this machine's processes; a new one where there is none that runs."""
+        if self._engine is None or self._engine.server.process.poll() is not None:
+            self._engine = LocalEngine()
+            weakref.finalize(self, self._engine.server.close).atexit = False
+        return self._engine
+
+    def shutdown(self) -> None:
+        """End the workers after the calls that were issued, on all hosts. Several calls do no harm."""
+        super().shutdown()
+        if self._engine is not None:
+            self._engine.server.close()
 
     # Values
 
@@ -76,8 +90,7 @@ class Session(Controller):
             raise user_error("init_ccl", f"{shown(ccl)} with {len(device_ids)} devices",
                              '"gloo" or "nccl", and no devices or one for each worker', "", caller_line(),
                              ArgumentError)  # fmt: skip
-        self._setup.append((collectives.init_ccl, (ccl, device_ids)))
-        self._call(collectives.init_ccl, (ccl, device_ids), {}, "init_ccl")
+        self._call_now_and_after_restarts(collectives.init_ccl, (ccl, device_ids), "init_ccl")
 
     def allreduce(self, src: DRef, dst: DRef | None = None, op: str = "sum", in_group: bool = True) -> DRef:
         """Reduce the workers' tensors into `dst` (None: a new one) of each. op: sum, prod, min, max or avg."""
@@ -263,22 +276,12 @@ class ProcessSession(Session):
     def __init__(
         self, num_workers: int, num_groups: int = 1, entrypoint: str | None = None, timeout: float = DEFAULT_TIMEOUT
     ):
-        self._engine: LocalEngine | None = None
         super().__init__(num_workers, num_groups, timeout)
 
     def _start(self) -> Crew:
         if self.num_workers == 1:
             return threads(1, 1, self.timeout)
-        if self._engine is None or self._engine.server.process.poll() is not None:
-            self._engine = LocalEngine()
-            weakref.finalize(self, self._engine.server.close).atexit = False
-        return processes(self._engine, self.num_workers, self.num_groups, self.timeout)
-
-    def shutdown(self) -> None:
-        """End the workers after the calls that were issued. Several calls do no harm."""
-        super().shutdown()
-        if self._engine is not None:
-            self._engine.server.close()
+        return processes(self._local_engine(), self.num_workers, self.num_groups, self.timeout)
 
 
 class SocketSession(Session):
@@ -298,7 +301,6 @@ class SocketSession(Session):
         count = (as_int(num_nodes) or 0) * (as_int(num_workers_per_node) or 0)
         is_new = token is None and not os.environ.get(TOKEN)
         self._nodes: Nodes | None = None
-        self._engine: LocalEngine | None = None
         self._make_nodes = lambda: Nodes(
             num_nodes - 1, num_workers_per_node, host, port, token_of(token), is_new
         )  # fmt: skip
@@ -314,18 +316,13 @@ class SocketSession(Session):
         if self._nodes is None:
             self._nodes = self._make_nodes()
             weakref.finalize(self, self._nodes.close).atexit = False
-        if self._nodes.per_node > 1 and (self._engine is None or self._engine.server.process.poll() is not None):
-            self._engine = LocalEngine()
-            weakref.finalize(self, self._engine.server.close).atexit = False
-        return sockets(self._engine, self._nodes, self.num_groups, self.timeout)
+        engine = self._local_engine() if self._nodes.per_node > 1 else None
+        return sockets(engine, self._nodes, self.num_groups, self.timeout)
 
     def shutdown(self) -> None:
-        """End the workers after the calls that were issued, on all hosts. Several calls do no harm."""
         super().shutdown()
         if self._nodes is not None:
             self._nodes.close()
-        if self._engine is not None:
-            self._engine.server.close()
 
 
 def _check_tensor(value: Any, what: str) -> None:
