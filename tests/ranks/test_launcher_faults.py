@@ -94,3 +94,34 @@ raise SystemExit(code)
     with launched(launch, stderr=subprocess.PIPE) as process:
         output = process.communicate(timeout=30)[1].decode()
     assert (process.returncode, output) == (143, "meshfuse run: stopped by SIGTERM\n")
+
+
+def test_a_signal_that_comes_while_a_lock_of_the_standard_library_is_taken_ends_the_job(tmp_path):
+    """`Popen.poll` takes a lock that `Popen.wait` waits for: a handler that raised there left it taken for ever."""
+    script, launch = tmp_path / "script.py", tmp_path / "launch.py"
+    script.write_text("import time\ntime.sleep(60)")
+    launch.write_text(f"""
+import os, signal, threading
+from meshfuse.runtime import launcher, spawn
+class Lock:
+    calls = 0
+    def __init__(self): self.real = threading.Lock()
+    def acquire(self, *args):
+        taken = self.real.acquire(*args)
+        Lock.calls += 1
+        if Lock.calls == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return taken
+    def release(self): self.real.release()
+    def __enter__(self): return self.acquire()
+    def __exit__(self, *error): self.release()
+real = spawn.RankProcess
+def with_lock(rank, process):
+    process._waitpid_lock = Lock()
+    return real(rank, process)
+spawn.RankProcess = with_lock
+raise SystemExit(launcher.run(1, [{str(script)!r}]))
+""")
+    with launched(launch, stderr=subprocess.PIPE) as process:
+        output = process.communicate(timeout=30)[1].decode()
+    assert process.returncode == 130 and "meshfuse run: stopped by SIGINT" in output, output

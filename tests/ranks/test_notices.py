@@ -142,7 +142,7 @@ while True:
         break
     step += 1
     if step == 100:
-        print("training", flush=True, file=sys.stderr)
+        sys.stderr.write("training\\n")
 sys.stderr.write("saved\\n")  # In one piece, lest the other rank's line come between it and its end.
 """
 
