@@ -10,19 +10,23 @@ PYTEST = $(PY) -m pytest -q
 # Two tests at a time; those that start ranks one after another (tests/conftest.py).
 PARALLEL = -n 2 --dist loadscope
 
-.PHONY: help env run test test-nvfuser ledger ledger-check faults fuzz lint gpu-check
-.PHONY: bench bench-bills bench-compile bench-runtime
+.PHONY: help env run check quick test test-nvfuser test-models ledger ledger-check faults fuzz lint gpu-check
+.PHONY: bench bench-bills bench-compile bench-runtime bench-session test-session bench-models
 
 help:
 	@echo "make run        environment and main job: a GPT on simulated ranks, then on 4 real ones"
+	@echo "make check      lint, and a few cases of each test that is quick and starts no process; 3 minutes"
 	@echo "make test       nvFuser's tests in their own environment, then the main suite"
+	@echo "make test-models  all models of Hugging Face that are known to work, minutes"
 	@echo "make lint       ruff and pyright"
 	@echo "make ledger     plans the ledger's programs anew, prints what changed and writes tests/ledger/ledger.json;"
 	@echo "                make ledger-check prints only; NAMES='random/ bills/d' for those whose names start so"
 	@echo "make faults     kills, stops and misleads ranks, REPEAT=20 times each, and looks at what is left"
+	@echo "make test-session  the tests of sessions, each fault REPEAT=20 times"
 	@echo "make fuzz       random programs until one fails or Ctrl-C"
 	@echo "make bench      the benchmarks: bench-bills (bytes on the wire), bench-compile (time to compile)"
-	@echo "                and bench-runtime (steps on real ranks, beside hand-written torch and DTensor)"
+	@echo "                and bench-runtime (steps on real ranks, beside hand-written torch and DTensor),"
+	@echo "                bench-session (calls of a session and rpc, beside a bare channel and torch's RPC)"
 	@echo "make gpu-check  the tests that need a GPU"
 
 env:
@@ -32,6 +36,15 @@ run: env
 	@for mesh in $(MESHES); do $(PY) $(MAIN_JOB) $$mesh || exit 1; done
 	@$(PY) $(MAIN_JOB) $(COMPILED)
 	@.venv/bin/meshfuse run $(RANKS)
+	@$(PY) examples/llama/train.py --mesh dp=2,tp=2 --steps 3
+	@$(PY) examples/llama/generate.py --mesh tp=2
+
+# For use while working; `make test` decides.
+check: env
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint quick
+
+quick: env
+	@$(PYTEST) $(PARALLEL) --quick
 
 # pytest's closing line for the main suite comes last: CI reads it.
 test: env test-nvfuser
@@ -43,6 +56,9 @@ test-nvfuser:
 	if [ $$status -eq 0 ]; then $$python -m pytest -q $(PARALLEL) -m nvfuser tests/nvfuser; \
 	elif [ $$status -ne 3 ] || [ -n "$$CI" ]; then exit $$status; fi
 
+test-models: env
+	@$(PY) -m pytest -q -n 0 -m models tests/models
+
 # Of plans that are meant to change: the file's diff belongs to the same commit.
 ledger: env
 	@$(PY) tests/ledger/write.py $(NAMES)
@@ -52,6 +68,10 @@ ledger-check: env
 
 faults: env
 	@$(PY) tests/ranks/faults.py --repeat $(or $(REPEAT),20) $(FAULTS)
+
+# Faults that come at other moments each time.
+test-session: env
+	@SESSION_REPEAT=$(or $(REPEAT),20) $(PYTEST) -n 0 --timeout=1200 tests/session
 
 fuzz: env
 	@while $(PYTEST) -m fuzz --hypothesis-profile=fuzz --timeout=0; do :; done; exit 1
@@ -65,7 +85,7 @@ gpu-check:
 	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTEST) -m gpu tests/nvfuser
 	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTEST) -m gpu -n 0 tests/ranks/test_nccl.py
 
-bench: bench-bills bench-compile bench-runtime
+bench: bench-bills bench-compile bench-runtime bench-session bench-models
 
 bench-bills: env
 	@$(PY) benchmarks/bills/run.py
@@ -76,3 +96,10 @@ bench-compile: env
 bench-runtime: env
 	@$(PY) benchmarks/runtime/run.py
 	@$(PY) benchmarks/runtime/first_calls.py
+
+bench-session: env
+	@$(PY) benchmarks/session/run.py
+
+# Llama steps on real ranks, beside DTensor's eager tensor parallelism and FSDP2.
+bench-models: env
+	@$(PY) benchmarks/models/run.py

@@ -40,11 +40,14 @@ _HOME = {
     "CheckpointError": "errors",
     "KernelError": "errors",
     "OutOfMemoryError": "executor.kernel_errors",
+    "compile": "frontends.compiled_function",
+    "parallelize": "frontends.parallel_module",
+    "Precision": "frontends.precision",
     "save": "checkpoint",
     "load": "checkpoint",
 }
 # Modules that users name in full. They are no part of `from meshfuse import *`, which would load them.
-_MODULES = ("costs", "nvfuser_direct", "testing")
+_MODULES = ("costs", "nvfuser_direct", "session", "testing")
 __all__ = [
     "ArgumentError",
     "CheckpointError",
@@ -61,6 +64,7 @@ __all__ = [
     "ParallelType",
     "Partial",
     "PlanWarning",
+    "Precision",
     "RankError",
     "RankTimeout",
     "Sample",
@@ -70,7 +74,9 @@ __all__ = [
     "TensorView",
     "Val",
     "World",
+    "compile",
     "load",
+    "parallelize",
     "register_op",
     "save",
     "shard_tensor",
@@ -81,6 +87,7 @@ __all__ = [
 if TYPE_CHECKING:
     from . import costs as costs
     from . import nvfuser_direct as nvfuser_direct
+    from . import session as session
     from . import testing as testing
     from .checkpoint import load, save
     from .costs import Link, Machine
@@ -97,6 +104,9 @@ if TYPE_CHECKING:
     )
     from .executor.kernel_errors import OutOfMemoryError
     from .executor.shards import shard_tensor
+    from .frontends.compiled_function import compile
+    from .frontends.parallel_module import parallelize
+    from .frontends.precision import Precision
     from .fusion_definition import FusionDefinition
     from .mesh import DeviceMesh, ParallelType
     from .ops.opdef import OpDef, Partial, Sample

@@ -32,12 +32,16 @@ _ASSIGNED = re.compile(r"^(?:\w+\.)?(\w+)\s*(?::[^=]+)?=(?!=)")
 @quickly_made
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """A line of a user's script. Its text is read from the file when it is asked for; `given` replaces it."""
+    """A line of a user's script. Its text is read from the file when it is asked for; `given` replaces it.
+
+    name: what the tensor that the line makes is called, such as the path of a module; "" for the script's own variable.
+    """
 
     file: str
     line: int
     function: str = ""
     given: str | None = None
+    name: str = ""
 
     @property
     def text(self) -> str:
@@ -50,7 +54,9 @@ class SourceLine:
             return ""
 
     def label(self, name: str) -> str:
-        """A name of ours, with the variable that the line assigns if its text shows one: `x (t0)`."""
+        """A name of ours, with the tensor's own, or with the variable that the line assigns if it does: `x (t0)`."""
+        if self.name:
+            return f"{self.name} ({name})"
         found = _ASSIGNED.match(self.text) if ";" not in self.text else None
         return f"{found.group(1)} ({name})" if found and found.group(1) != name else name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
@@ -246,15 +247,8 @@ class Execution:
         named = named_ranks(self.recording, world.size)
         compiled = self.programs.program(sizes, shapes, mesh, line, near)
 
-        def renewed() -> CompiledProgram:
-            return self.programs.renewed(compiled, sizes, shapes, mesh)
-
-        def captured(program: HostProgram, main: Any) -> Captured:
-            check_capturable(program, sizes, line)
-            groups = [world.group(ranks) for ranks in program.groups if world.rank in ranks]
-            return Captured(main, lambda: check_groups(groups, line), watched(world, groups))
-
-        capture = captured if cuda_graph else None
+        renewed = functools.partial(self.programs.renewed, compiled, sizes, shapes, mesh)
+        capture = functools.partial(_captured, world, sizes, line) if cuda_graph else None
         made = RankProgram(compiled, world, given.device, source, requested(backend, line), named, renewed, capture)
         self.seed.agree(world)
         return made
@@ -306,6 +300,13 @@ def backends_table(compiled: CompiledProgram, chosen: Mapping[str, Chosen]) -> s
 def _shortened(names: list[str]) -> str:
     left = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + left
+
+
+def _captured(world: World, given: Inputs, line: SourceLine, program: HostProgram, main: Any) -> Captured:
+    """The program's `main`, to be captured as a CUDA graph. Raises ArgumentError for one that cannot be."""
+    check_capturable(program, given, line)
+    groups = [world.group(ranks) for ranks in program.groups if world.rank in ranks]
+    return Captured(main, lambda: check_groups(groups, line), watched(world, groups))
 
 
 class Seed:

@@ -13,17 +13,18 @@ from .argument_checks import as_int, check_flags
 from .compiler import CompiledProgram
 from .definition import annotating, applying, inputs
 from .definition.attributes import calling_ours, check_attribute
+from .definition.checks import named
 from .definition.namespaces import Fusion, OpNamespace
 from .definition.recording import OpNode, Recording
-from .definition.reverse import gradients
-from .definition.tensor_view import TensorView, Val, own
+from .definition.reverse import append_gradients
+from .definition.tensor_view import TensorView, Val, own, own_all
 from .dtypes import DataType
 from .errors import SourceLine, caller_line, line_in_script, shown, user_error
 from .execution import Execution
-from .gc_pause import no_collection
 from .host_ir import HostProgram
 from .mesh import DeviceMesh
 from .ops.opdef import OpDef
+from .ops.values import ScalarRef
 from .plans.halves import write_halves
 from .preparation import prepared
 from .programs import Programs, Shapes
@@ -134,6 +135,7 @@ class FusionDefinition:
         strides: Sequence[int] | None = None,
         static_sizes: bool = False,
         symbolic_sizes: Sequence[int] | None = None,
+        name: str | None = None,
     ) -> TensorView:
         """A new input tensor.
 
@@ -142,11 +144,12 @@ class FusionDefinition:
         stride_order: for every dim its place in memory, 0 the fastest; arguments must lie so. None: any order.
         sizes, strides: nvFuser's second form, the sizes and strides of an example tensor; sizes other than 1 are left
             open unless `static_sizes`.
+        name: what bills and `explain` call the tensor; None for the variable that the line assigns.
 
         `contiguity`, `is_cpu` and `symbolic_sizes` are nvFuser's; they change nothing here, but for `symbolic_sizes` in
         the place of `shape`. Raises DefinitionError for what is no size, dtype or order of the dims.
         """
-        line = self.recording.line_of_change()
+        line = named(self.recording.line_of_change(), name, "define_tensor")
         check_flags(line, static_sizes=static_sizes, is_cpu=is_cpu)
         given = sizes if sizes is not None else shape if shape is not None else symbolic_sizes
         ref = inputs.define_tensor(
@@ -176,16 +179,9 @@ class FusionDefinition:
 
         Entries that are -1 or scalars already are kept as they are. Raises DefinitionError for anything else.
         """
-        line, recording = self.recording.line_of_change(), self.recording
-        count = inputs.vector_length(size, line)
-        if count is not None:
-            return [Val(self, inputs.define_scalar(recording, None, dtype, line)) for _ in range(count)]
-        return [
-            entry
-            if isinstance(entry, Val) or as_int(entry) == -1
-            else Val(self, inputs.define_constant(recording, entry, dtype, line))
-            for entry in size  # type: ignore[union-attr]  # a list, as it has no count
-        ]
+        line = self.recording.line_of_change()
+        made = inputs.define_vector(self.recording, size, dtype, line)
+        return [Val(self, entry) if isinstance(entry, ScalarRef) else entry for entry in made]
 
     def call(self, name: str | OpDef, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
         """Apply an op, by its name or as an OpDef: a TensorView, a tuple of them, or (on scalars alone) a Val."""
@@ -199,8 +195,10 @@ class FusionDefinition:
         line = self.recording.line_of_change()
         return Val(self, inputs.define_size(self.recording, own(self, tensor, "size", line).ref, dim, line))
 
-    def add_output(self, output: TensorView, alias_input: TensorView | None = None) -> None:
+    def add_output(self, output: TensorView, alias_input: TensorView | None = None, *, name: str | None = None) -> None:
         """Have the program return this tensor; outputs come in the order of these calls.
+
+        name: what bills and `explain` call the tensor from now on.
 
         Raises DefinitionError for anything but a tensor of this definition, and for `alias_input`: meshfuse writes into
         no arguments.
@@ -211,7 +209,9 @@ class FusionDefinition:
                 "add_output: alias_input", shown(alias_input), "None: meshfuse does not write into arguments",
                 "Return the tensor and copy it.", line,
             )  # fmt: skip
-        self.recording.outputs.append(own(self, output, "add_output", line).id)
+        number = own(self, output, "add_output", line).id
+        self.recording.name(number, name, line)
+        self.recording.outputs.append(number)
 
     @property
     def fusion(self) -> Fusion:
@@ -265,17 +265,7 @@ class FusionDefinition:
         derivative.
         """
         line = self.recording.line_of_change()
-        sources = [own(self, t, "grad: outputs", line) for t in _listed(outputs)]
-        targets = [own(self, t, "grad: wrt", line) for t in _listed(wrt)]
-        given = [None] * len(sources) if grad_outputs is None else _listed(grad_outputs)
-        if len(given) != len(sources):
-            raise user_error(
-                "grad: grad_outputs", f"{len(given)} for {len(sources)} outputs", "one per output, or None", "", line
-            )
-        seeds = [None if g is None else own(self, g, "grad: grad_outputs", line) for g in given]
-        with no_collection():
-            made = gradients(self, sources, targets, seeds, self.recording.constants, line)
-        self.recording.primals.update((grad.id, primal.id) for grad, primal in zip(made, targets, strict=True))
+        made = append_gradients(self, outputs, wrt, grad_outputs, line)
         return made if isinstance(wrt, (list, tuple)) else made[0]
 
     def stop_gradient(self, tensor: TensorView) -> TensorView:
@@ -360,7 +350,7 @@ class FusionDefinition:
         input.
         """
         line = caller_line()
-        given = [own(self, t, "prepared", line).id for t in _listed(inputs)]
+        given = [t.id for t in own_all(self, inputs, "prepared", line)]
         check_flags(line, gathered=gathered)
         cut = prepared(self._programs, given, shapes, gathered, line)
         first, rest = self._like(), self._like()
@@ -458,7 +448,3 @@ class FusionDefinition:
     def _random_state(self, device: torch.device, step: int) -> tuple[int, int]:
         """The seed and the offset by which step number `step` on this device draws random numbers."""
         return self._execution.seed.value(), step
-
-
-def _listed(tensors: Any) -> Sequence[Any]:
-    return tensors if isinstance(tensors, (list, tuple)) else (tensors,)

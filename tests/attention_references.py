@@ -35,34 +35,47 @@ def _attention(
 
 
 def attention_bwd(
-    inputs: list[torch.Tensor], mask: Any, is_causal: Any, scale: Any, kept: Any, grad_lse: Any = None
+    inputs: list[torch.Tensor], added: Any, is_causal: Any, scale: Any, kept: Any, grad_lse: Any = None
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v by autograd from [grad, q, k, v]. They can be differentiated in turn."""
-    grad, *qkv = inputs
+    """Gradients of q, k, v (and a bias) by autograd from [grad, q, k, v] and (bias, mask), of which one may be None.
+
+    They can be differentiated in turn.
+    """
+    (grad, *qkv), (bias, mask) = inputs, added
     # Views, as one operand may depend on another.
-    leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in qkv]
-    again = any(t.requires_grad for t in (*inputs, grad_lse) if t is not None)
-    out, lse = _attention(*leaves, None, mask, is_causal, scale, kept)
+    given = [*qkv, *([] if bias is None else [bias])]
+    leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in given]
+    again = any(t.requires_grad for t in (*inputs, bias, grad_lse) if t is not None)
+    out, lse = _attention(*leaves[:3], None if bias is None else leaves[3], mask, is_causal, scale, kept)
     if grad_lse is None:
         return torch.autograd.grad(out, leaves, grad, create_graph=again)
     return torch.autograd.grad([out, lse], leaves, [grad, grad_lse], create_graph=again, allow_unused=True)
 
 
-def seen_in_ring(rows: int, ring: int, is_causal: bool, zigzag: bool) -> torch.Tensor | None:
-    """Which columns a row sees: those whose place in the sequence is not later than its own."""
+def seen_in_ring(rows: int, ring: int, is_causal: bool, zigzag: bool, mask: Any = None) -> torch.Tensor | None:
+    """Which columns a row sees: those whose place in the sequence is not later than its own; the mask's of these."""
     if not is_causal:
-        return None
+        return mask
     places = torch.arange(rows)
     if zigzag:
         low, high = places.view(2, ring, -1)
         places = torch.stack([low, high.flip(0)], 1).flatten()
-    return places <= places[:, None]
+    seen = places <= places[:, None]
+    return seen if mask is None else seen & mask
 
 
 def ring_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: int, is_causal: bool, scale: Any, zigzag: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ring: int,
+    is_causal: bool,
+    scale: Any,
+    zigzag: bool,
+    bias: Any,
+    mask: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _attention(q, k, v, None, seen_in_ring(q.shape[-2], ring, is_causal, zigzag), False, scale)
+    return _attention(q, k, v, bias, seen_in_ring(q.shape[-2], ring, is_causal, zigzag, mask), False, scale)
 
 
 def ring_attention_bwd(
@@ -77,11 +90,12 @@ def ring_attention_bwd(
     scale: Any,
     zigzag: bool,
     grad_lse: Any,
+    bias: Any,
+    mask: Any,
 ) -> tuple[torch.Tensor, ...]:
     """From q, k and v alone: the saved output and log-sum-exp are those of them."""
-    return attention_bwd(
-        [grad, q, k, v], seen_in_ring(q.shape[-2], ring, is_causal, zigzag), False, scale, None, grad_lse
-    )
+    seen = seen_in_ring(q.shape[-2], ring, is_causal, zigzag, mask)
+    return attention_bwd([grad, q, k, v], (bias, seen), False, scale, None, grad_lse)[:3]
 
 
 def merged_attention(
@@ -113,10 +127,11 @@ def block_attention(
 
 
 ATTENTION: dict[str, Callable[..., Any]] = {"sdpfa_fwd": attention, "block_attention": block_attention}
-# Which of the gradients of q, k and v an op gives.
+# Which of the gradients of q, k, v and the bias an op gives.
 GRADIENTS = {
     "sdpfa_bwd": slice(0, 3),
     "sdpfa_bwd_q": slice(0, 1),
     "sdpfa_bwd_kv": slice(1, 3),
+    "sdpfa_bwd_added": slice(3, 4),
     "ring_attention_bwd": slice(0, 3),
 }

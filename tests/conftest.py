@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,11 +34,43 @@ for _signal, _handler in _DEFAULTS.items():
 os.environ["MESHFUSE_CACHE"] = "off"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="a few cases of each test that is not slow")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test that draws new examples until one fails has no time limit."""
     if config.getoption("--hypothesis-profile") == "fuzz":
         for item in items:
             item.own_markers = [marker for marker in item.own_markers if marker.name != "timeout"]
+    if config.getoption("--quick"):
+        kept = set(_quick(items))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+# So many cases of a test with parameters are run with `--quick`: the first, the last, and one between.
+_CASES = 3
+# Left out of it: tests of real ranks, and those that search for plans and compare them, which takes minutes.
+_LONG = (
+    "/ranks/", "/test_disagreements.py", "/test_exact_planner.py", "/test_exhaustive.py", "/test_folding.py",
+    "/test_free_outputs.py", "/test_gathered_weights.py", "/test_grids.py", "/test_growth.py", "/test_halos.py",
+    "/test_nearby.py", "/test_parts.py", "/test_picked.py", "/test_pinned.py", "/test_pins.py", "/test_places.py",
+    "/test_random_gradients.py", "/test_random_programs.py", "/test_rolls.py", "/test_searches.py",
+    "/test_shardy_agreement.py", "/test_shardy_classes.py", "/test_shifts.py", "/test_slices_of_sums.py",
+    "/test_sums.py",
+)  # fmt: skip
+
+
+def _quick(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """A few cases of each test that is neither slow nor long."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not any(part in item.nodeid for part in _LONG) and not any(item.iter_markers("slow")):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        last, steps = len(cases) - 1, _CASES - 1
+        yield from {cases[place * last // steps] for place in range(_CASES)}
 
 
 def pytest_collection_finish() -> None:
@@ -57,7 +90,7 @@ def forms_forced(monkeypatch: pytest.MonkeyPatch) -> None:
 # Tests that run one after another, in one process: those of real ranks, which share pools of ranks, and each of which
 # uses all cores, and those that share what takes long to make. All others go wherever there is room.
 _TOGETHER = {
-    "/ranks/": "ranks", "/test_backends.py": "Inductor", "compiled_segments": "Inductor",
+    "/ranks/": "ranks", "/session/": "session", "/test_backends.py": "Inductor", "compiled_segments": "Inductor",
     "/test_example_training.py": "training",
 }  # fmt: skip
 

@@ -50,7 +50,7 @@ def places(call: Callable[[], object], *files: str) -> list[int]:
 
 
 def requests(call: Callable[[], object], *files: str) -> list[int]:
-    """Counts for `refused`: the first time at each place, told by three frames, that the call comes by."""
+    """Counts for `refused`: the first time at each place, identified by three frames, that the call comes by."""
     return _first(call, _requests(files), 3)
 
 

@@ -1,4 +1,4 @@
-"""What a user may be told, whatever is passed, and what tests pass it to."""
+"""The errors that a user may get, whatever is passed, and what tests pass it to."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def raises(text: str, action: Callable[[], Any], kind: type[Exception] = mf.Defi
 
 @contextlib.contextmanager
 def refused_in(file: str) -> Iterator[None]:
-    """Lets pass what a user may be told: a ValueError of ours with a line of this file."""
+    """Lets the errors pass that a user may get: a ValueError of ours with a line of this file."""
     try:
         yield
     except MeshfuseError as error:

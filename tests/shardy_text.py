@@ -40,8 +40,8 @@ class Untranslatable(Exception):
     """The graph holds something that StableHLO with `sdy` has no text for."""
 
 
-def type_text(kind: TensorType) -> str:
-    return f"tensor<{''.join(f'{n}x' for n in kind.shape)}{TYPES[kind.dtype]}>"
+def type_text(ttype: TensorType) -> str:
+    return f"tensor<{''.join(f'{n}x' for n in ttype.shape)}{TYPES[ttype.dtype]}>"
 
 
 def number(value: object, dtype: DataType) -> str:
@@ -93,33 +93,33 @@ class Writer:
     def operand(self, node: Node, place: int) -> str:
         return self.names[node.inputs[place]]
 
-    def constant(self, value: object, kind: TensorType) -> str:
-        return self.line(f"stablehlo.constant dense<{number(value, kind.dtype)}>", type_text(kind))
+    def constant(self, value: object, ttype: TensorType) -> str:
+        return self.line(f"stablehlo.constant dense<{number(value, ttype.dtype)}>", type_text(ttype))
 
-    def broadcast(self, name: str, kind: TensorType, shape: Sequence[int], dims: Sequence[int] | None = None) -> str:
+    def broadcast(self, name: str, ttype: TensorType, shape: Sequence[int], dims: Sequence[int] | None = None) -> str:
         """The value spread to a shape: `dims` are the places of its dims there, the last ones if not given."""
-        wide = TensorType(tuple(shape), kind.dtype)
-        if wide.shape == kind.shape:
+        wide = TensorType(tuple(shape), ttype.dtype)
+        if wide.shape == ttype.shape:
             return name
-        dims = range(len(shape) - kind.ndim, len(shape)) if dims is None else dims
+        dims = range(len(shape) - ttype.ndim, len(shape)) if dims is None else dims
         text = f"stablehlo.broadcast_in_dim {name}, dims = [{', '.join(map(str, dims))}]"
-        return self.line(text, f"({type_text(kind)}) -> {type_text(wide)}")
+        return self.line(text, f"({type_text(ttype)}) -> {type_text(wide)}")
 
-    def convert(self, name: str, kind: TensorType, dtype: DataType) -> str:
-        to = TensorType(kind.shape, dtype)
-        if kind.dtype is dtype:
+    def convert(self, name: str, ttype: TensorType, dtype: DataType) -> str:
+        to = TensorType(ttype.shape, dtype)
+        if ttype.dtype is dtype:
             return name
-        return self.line(f"stablehlo.convert {name}", f"({type_text(kind)}) -> {type_text(to)}")
+        return self.line(f"stablehlo.convert {name}", f"({type_text(ttype)}) -> {type_text(to)}")
 
-    def reshape(self, name: str, kind: TensorType, to: TensorType) -> str:
-        return self.line(f"stablehlo.reshape {name}", f"({type_text(kind)}) -> {type_text(to)}")
+    def reshape(self, name: str, ttype: TensorType, to: TensorType) -> str:
+        return self.line(f"stablehlo.reshape {name}", f"({type_text(ttype)}) -> {type_text(to)}")
 
 
 Emitter = Callable[[Writer, Node], str]
 
 
 def _tensors(w: Writer, node: Node) -> list[tuple[str, TensorType]]:
-    return [(w.names[i], kind) for i, kind in zip(node.inputs, node.call.types, strict=True)]
+    return [(w.names[i], ttype) for i, ttype in zip(node.inputs, node.call.types, strict=True)]
 
 
 def _pointwise(w: Writer, node: Node) -> str:
@@ -127,7 +127,7 @@ def _pointwise(w: Writer, node: Node) -> str:
     result = node.call.results[0]
     if node.name == "where":
         return _select(w, node)
-    values = [(w.broadcast(name, kind, result.shape), kind.dtype) for name, kind in _tensors(w, node)]
+    values = [(w.broadcast(name, ttype, result.shape), ttype.dtype) for name, ttype in _tensors(w, node)]
     if result.dtype is DataType.Bool:
         return _test(w, values, result)
     same = [w.convert(name, TensorType(result.shape, dtype), result.dtype) for name, dtype in values]
@@ -147,18 +147,18 @@ def _unary(w: Writer, name: str, value: str, result: TensorType) -> str:
 def _test(w: Writer, values: list[tuple[str, DataType]], result: TensorType) -> str:
     (left, dtype), (right, other) = values[0], values[-1]
     right = w.convert(right, TensorType(result.shape, other), dtype)
-    kind = type_text(TensorType(result.shape, dtype))
-    return w.line(f"stablehlo.compare EQ, {left}, {right}", f"({kind}, {kind}) -> {type_text(result)}")
+    text = type_text(TensorType(result.shape, dtype))
+    return w.line(f"stablehlo.compare EQ, {left}, {right}", f"({text}, {text}) -> {type_text(result)}")
 
 
 def _select(w: Writer, node: Node) -> str:
     result, found, branches = node.call.results[0], iter(_tensors(w, node)), []
     for param, arg in zip(node.call.op.params, node.call.args, strict=True):
         if isinstance(arg, TensorRef):
-            name, kind = next(found)
-            value = w.broadcast(name, kind, result.shape)
-            dtype = kind.dtype if param.name == "condition" else result.dtype
-            branches.append(w.convert(value, TensorType(result.shape, kind.dtype), dtype))
+            name, ttype = next(found)
+            value = w.broadcast(name, ttype, result.shape)
+            dtype = ttype.dtype if param.name == "condition" else result.dtype
+            branches.append(w.convert(value, TensorType(result.shape, ttype.dtype), dtype))
         else:
             branches.append(w.constant(0 if isinstance(arg, ScalarRef) else arg, result))
     condition = type_text(TensorType(result.shape, DataType.Bool))
@@ -166,20 +166,20 @@ def _select(w: Writer, node: Node) -> str:
 
 
 def _cast(w: Writer, node: Node) -> str:
-    (name, kind), result = _tensors(w, node)[0], node.call.results[0]
-    return w.line(f"stablehlo.convert {name}", f"({type_text(kind)}) -> {type_text(result)}")
+    (name, ttype), result = _tensors(w, node)[0], node.call.results[0]
+    return w.line(f"stablehlo.convert {name}", f"({type_text(ttype)}) -> {type_text(result)}")
 
 
 def _reduce(w: Writer, node: Node) -> str:
-    (name, kind), result, dims = _tensors(w, node)[0], node.call.results[0], reduced_dims(node.call)
-    name, kind = w.convert(name, kind, result.dtype), TensorType(kind.shape, result.dtype)
+    (name, ttype), result, dims = _tensors(w, node)[0], node.call.results[0], reduced_dims(node.call)
+    name, ttype = w.convert(name, ttype, result.dtype), TensorType(ttype.shape, result.dtype)
     reducer, start = REDUCERS[node.name]
     first = TensorType((), result.dtype)
     init = w.constant(int(start), first)
-    left = TensorType(tuple(n for d, n in enumerate(kind.shape) if d not in dims), result.dtype)
+    left = TensorType(tuple(n for d, n in enumerate(ttype.shape) if d not in dims), result.dtype)
     over = ", ".join(map(str, dims))
     text = f"stablehlo.reduce({name} init: {init}) applies stablehlo.{reducer} across dimensions = [{over}]"
-    out = w.line(text, f"({type_text(kind)}, {type_text(first)}) -> {type_text(left)}")
+    out = w.line(text, f"({type_text(ttype)}, {type_text(first)}) -> {type_text(left)}")
     return out if left.shape == result.shape else w.reshape(out, left, result)
 
 
@@ -206,63 +206,63 @@ def _linear(w: Writer, node: Node) -> str:
         raise Untranslatable("a stacked or single weight")
     result = node.call.results[0]
     out = _dot(w, x, weight, (x[1].ndim - 1, 1), 0, result)
-    for name, kind in bias:
-        out = w.line(f"stablehlo.add {out}, {w.broadcast(name, kind, result.shape)}", type_text(result))
+    for name, ttype in bias:
+        out = w.line(f"stablehlo.add {out}, {w.broadcast(name, ttype, result.shape)}", type_text(result))
     return out
 
 
 def _reshaped(w: Writer, node: Node) -> str:
-    ((name, kind),) = _tensors(w, node)
-    return w.reshape(name, kind, node.call.results[0])
+    ((name, ttype),) = _tensors(w, node)
+    return w.reshape(name, ttype, node.call.results[0])
 
 
 def _transpose(w: Writer, node: Node) -> str:
-    ((name, kind),) = _tensors(w, node)
-    order = [d % kind.ndim for d in node.call["dims"]]
-    return w.line(f"stablehlo.transpose {name}, dims = {order}", f"({type_text(kind)}) -> "
+    ((name, ttype),) = _tensors(w, node)
+    order = [d % ttype.ndim for d in node.call["dims"]]
+    return w.line(f"stablehlo.transpose {name}, dims = {order}", f"({type_text(ttype)}) -> "
                   f"{type_text(node.call.results[0])}")  # fmt: skip
 
 
 def _spread(w: Writer, node: Node) -> str:
-    ((name, kind),), result = _tensors(w, node), node.call.results[0]
+    ((name, ttype),), result = _tensors(w, node), node.call.results[0]
     dims = [d % result.ndim for d in node.call["broadcast_dims"]] if node.name == "broadcast_in_dim" else None
-    if kind.shape == result.shape:
+    if ttype.shape == result.shape:
         return w.line(f"stablehlo.negate {name}", type_text(result))
-    return w.broadcast(name, kind, result.shape, dims)
+    return w.broadcast(name, ttype, result.shape, dims)
 
 
 def _slice(w: Writer, node: Node) -> str:
-    ((name, kind),) = _tensors(w, node)
+    ((name, ttype),) = _tensors(w, node)
     bounds = ", ".join(":".join(map(str, part)) for part in slice_bounds(node.call))
-    return w.line(f"stablehlo.slice {name} [{bounds}]", f"({type_text(kind)}) -> {type_text(node.call.results[0])}")
+    return w.line(f"stablehlo.slice {name} [{bounds}]", f"({type_text(ttype)}) -> {type_text(node.call.results[0])}")
 
 
 def _select_one(w: Writer, node: Node) -> str:
-    ((name, kind),), result = _tensors(w, node), node.call.results[0]
-    dim, place = node.call["dim"] % kind.ndim, int(node.call["index"])
-    place %= kind.shape[dim]
-    parts = [f"{place}:{place + 1}" if d == dim else f"0:{n}" for d, n in enumerate(kind.shape)]
-    cut = TensorType(tuple(1 if d == dim else n for d, n in enumerate(kind.shape)), kind.dtype)
+    ((name, ttype),), result = _tensors(w, node), node.call.results[0]
+    dim, place = node.call["dim"] % ttype.ndim, int(node.call["index"])
+    place %= ttype.shape[dim]
+    parts = [f"{place}:{place + 1}" if d == dim else f"0:{n}" for d, n in enumerate(ttype.shape)]
+    cut = TensorType(tuple(1 if d == dim else n for d, n in enumerate(ttype.shape)), ttype.dtype)
     return w.reshape(
-        w.line(f"stablehlo.slice {name} [{', '.join(parts)}]", f"({type_text(kind)}) -> {type_text(cut)}"), cut, result
+        w.line(f"stablehlo.slice {name} [{', '.join(parts)}]", f"({type_text(ttype)}) -> {type_text(cut)}"), cut, result
     )
 
 
 def _pad(w: Writer, node: Node) -> str:
-    ((name, kind),), result, widths = _tensors(w, node), node.call.results[0], list(node.call["pad_widths"])
+    ((name, ttype),), result, widths = _tensors(w, node), node.call.results[0], list(node.call["pad_widths"])
     pairs = [(int(widths[i]), int(widths[i + 1])) for i in range(0, len(widths), 2)]
-    pairs = [*pairs, *[(0, 0)] * (kind.ndim - len(pairs))][::-1]
-    value = w.constant(0, TensorType((), kind.dtype))
+    pairs = [*pairs, *[(0, 0)] * (ttype.ndim - len(pairs))][::-1]
+    value = w.constant(0, TensorType((), ttype.dtype))
     text = f"stablehlo.pad {name}, {value}, low = {[a for a, _ in pairs]}, high = {[b for _, b in pairs]}, "
-    scalar = type_text(TensorType((), kind.dtype))
-    text += f"interior = {[0] * kind.ndim}"
-    return w.line(text, f"({type_text(kind)}, {scalar}) -> {type_text(result)}")
+    scalar = type_text(TensorType((), ttype.dtype))
+    text += f"interior = {[0] * ttype.ndim}"
+    return w.line(text, f"({type_text(ttype)}, {scalar}) -> {type_text(result)}")
 
 
 def _cat(w: Writer, node: Node) -> str:
     found, result = _tensors(w, node), node.call.results[0]
-    same = [w.convert(name, kind, result.dtype) for name, kind in found]
-    kinds = ", ".join(type_text(TensorType(kind.shape, result.dtype)) for _, kind in found)
+    same = [w.convert(name, ttype, result.dtype) for name, ttype in found]
+    kinds = ", ".join(type_text(TensorType(ttype.shape, result.dtype)) for _, ttype in found)
     text = f"stablehlo.concatenate {', '.join(same)}, dim = {node.call['dim'] % result.ndim}"
     return w.line(text, f"({kinds}) -> {type_text(result)}")
 
@@ -278,16 +278,16 @@ def _full(w: Writer, node: Node) -> str:
 
 def _look_up(w: Writer, table: tuple[str, TensorType], index: tuple[str, TensorType], dim: int, node: Node) -> str:
     """Rows of `table` along `dim` by number; the index' dims stand where `dim` stood."""
-    (name, kind), (rows, places), result = table, index, node.call.results[0]
-    kept = [d for d in range(kind.ndim) if d != dim]
+    (name, ttype), (rows, places), result = table, index, node.call.results[0]
+    kept = [d for d in range(ttype.ndim) if d != dim]
     offsets = [d if d < dim else d + places.ndim - 1 for d in kept]
-    sizes = ", ".join("1" if d == dim else str(n) for d, n in enumerate(kind.shape))
+    sizes = ", ".join("1" if d == dim else str(n) for d, n in enumerate(ttype.shape))
     numbers = f"offset_dims = {offsets}, collapsed_slice_dims = [{dim}], start_index_map = [{dim}]"
     text = (
         f'"stablehlo.gather"({name}, {rows}) <{{dimension_numbers = #stablehlo.gather<{numbers}, '
         f"index_vector_dim = {places.ndim}>, slice_sizes = array<i64: {sizes}>, indices_are_sorted = false}}>"
     )
-    return w.line(text, f"({type_text(kind)}, {type_text(places)}) -> {type_text(result)}")
+    return w.line(text, f"({type_text(ttype)}, {type_text(places)}) -> {type_text(result)}")
 
 
 def _embedding(w: Writer, node: Node) -> str:
@@ -341,8 +341,8 @@ def _annotate(w: Writer, tensor: int) -> None:
 
 
 def _marked(graph: Graph, tensor: int) -> str:
-    sharding, kind = graph.annotations.get(tensor), type_text(graph.tensors[tensor].type)
-    return kind if sharding is None else f"{kind} {{sdy.sharding = #sdy.sharding<{sharding_text(sharding)}>}}"
+    sharding, text = graph.annotations.get(tensor), type_text(graph.tensors[tensor].type)
+    return text if sharding is None else f"{text} {{sdy.sharding = #sdy.sharding<{sharding_text(sharding)}>}}"
 
 
 def stablehlo_of(graph: Graph) -> str:

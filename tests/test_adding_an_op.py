@@ -37,12 +37,12 @@ def test_the_page_about_it_shows_what_stands_in_the_package() -> None:
 def test_help_the_command_and_the_page_of_ops_describe_it(op: mf.OpDef, capsys: pytest.CaptureFixture[str]) -> None:
     ops = mf.FusionDefinition().ops
     assert NAME in dir(ops)
-    told = getattr(ops, NAME).__doc__
+    doc = getattr(ops, NAME).__doc__
     for line in (
         f"{NAME}(x, weight)", op.about, f"{NAME}([a, b], [b]) -> [a]: a pass; b reduced by sum", "gradient: yes",
     ):  # fmt: skip
-        assert line in told.splitlines()
-    assert main(["ops", NAME]) == 0 and capsys.readouterr().out.strip() == told.strip()
+        assert line in doc.splitlines()
+    assert main(["ops", NAME]) == 0 and capsys.readouterr().out.strip() == doc.strip()
     row = script("tools/ops_page.py")._row(op)
     assert row[:2] == (f"`{NAME}(x, weight)`", op.about) and row[-1] == "yes"
 

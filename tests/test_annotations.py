@@ -247,7 +247,7 @@ def by_op(fd: mf.FusionDefinition, y: mf.TensorView) -> mf.TensorView:
 
 @pytest.mark.parametrize("order", [by_allocation, by_op])
 @pytest.mark.parametrize("split", [False, True])
-def test_outputs_have_the_strides_that_were_asked_for(order: Callable[..., Any], split: bool) -> None:
+def test_outputs_have_their_stride_order(order: Callable[..., Any], split: bool) -> None:
     with mf.FusionDefinition() as fd:
         x = fd.define_tensor([4, 6, 8])
         y = order(fd, fd.ops.neg(x))
@@ -368,7 +368,7 @@ def test_shard_tensor_cuts_what_the_annotation_says(mesh: mf.DeviceMesh) -> None
         *((mf.Split(size, "dp"), "Sharding") for size in (0, -1)),  # type: ignore[arg-type]
     ],
 )
-def test_a_sharding_that_a_mesh_cannot_have_is_told_where_it_is_used(split: mf.Split, text: str) -> None:
+def test_a_sharding_that_a_mesh_cannot_have_is_an_error_where_it_is_used(split: mf.Split, text: str) -> None:
     uses: list[Callable[[], Any]] = [
         lambda: mf.Sharding(MESH, ((split,), ())).local_shape((16, 6), 1),
         lambda: mf.Sharding(MESH, ((split,), ())).runs((16, 6), 1),

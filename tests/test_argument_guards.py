@@ -1,4 +1,4 @@
-"""Arguments like those of an earlier call: told by guards or outlines, and checked anew where anything differs."""
+"""Arguments like those of an earlier call: recognised by guards or outlines, checked anew where any differs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Own(torch.Tensor):
 
 
 class Failing(torch.Tensor):
-    """A class that cannot be asked for anything."""
+    """A class all of whose attributes raise."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -30,7 +30,7 @@ class Failing(torch.Tensor):
 
 
 def knowing() -> ArgumentGuards[str]:
-    """One that tells two float32 tensors of 2 x 3 by guards and by outlines."""
+    """One that recognises two float32 tensors of 2 x 3 by guards and by outlines."""
     familiar = ArgumentGuards[str]()
     familiar.learn([GOOD, GOOD], OPTIONS, "program")
     assert familiar.find([GOOD, GOOD], OPTIONS) == familiar.find((GOOD, GOOD + 1), OPTIONS) == "program"
@@ -92,8 +92,8 @@ def test_strides_gradients_and_the_callers_mode_are_not_looked_at(mode: str) -> 
             assert familiar.find([GOOD, value], OPTIONS) == familiar.find([value, value], OPTIONS) == "program"
 
 
-def test_many_kinds_of_arguments_are_told_apart() -> None:
-    """More than have guards, by whichever tells them; each is found again after all others."""
+def test_many_kinds_of_arguments_are_distinguished() -> None:
+    """More than have guards, by guards or outlines; each is found again after all others."""
     familiar, kinds = ArgumentGuards[int](), [torch.zeros(n) for n in range(12)]
     for size, value in enumerate(kinds):
         assert familiar.find([value], OPTIONS) is None

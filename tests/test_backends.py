@@ -104,6 +104,7 @@ def same(found: object, expected: object) -> None:
         torch.testing.assert_close(a, b, check_stride=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [*BODIES, random], ids=lambda f: f.__name__)
 def test_the_trace_is_the_text(body):
     fd = defined(body, (4, 8), (4, 8))
@@ -136,6 +137,7 @@ def call(names: tuple[str, ...], scale: float, offset: int, transposed: bool = F
     return [next(given) if n.startswith("v") else numbers.get(n, scale) for n in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", [3, 4, 2**33])
 @pytest.mark.parametrize("scale", [2.0, 0.5])
 @pytest.mark.parametrize("transposed", [False, True])
@@ -156,6 +158,7 @@ VIEWS: dict[str, Body] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("asserts", [True, False])
 def test_a_view_of_an_argument_that_nothing_else_reads_is_of_the_strides_that_it_has(name, asserts, monkeypatch):
@@ -176,7 +179,8 @@ def test_a_view_of_an_argument_that_nothing_else_reads_is_of_the_strides_that_it
 NUMBERS = (0.0, -0.0, float("nan"), float("inf"), 1, True, 1.0)
 
 
-def test_a_constant_of_compiled_code_is_told_from_equal_ones():
+@pytest.mark.slow
+def test_a_constant_of_compiled_code_is_not_mistaken_for_an_equal_one():
     """1 / -0.0 is not 1 / 0.0: neither what is compiled for one, nor what is kept of it, is the other's."""
     fd = defined(lambda fd, x, scale: fd.ops.truediv(x, scale), (4, 8), scale=mf.DataType.Double)
     x = torch.linspace(-2.0, 2.0, 32).reshape(4, 8)
@@ -385,12 +389,12 @@ def test_the_backend_is_an_argument_or_the_environments(monkeypatch):
     monkeypatch.setenv("MESHFUSE_BACKEND", "inductor")
     assert requested(None) == "inductor" and requested("eager") == "eager"
     monkeypatch.setenv("MESHFUSE_BACKEND", "xla")
-    with pytest.raises(mf.ArgumentError) as told:
+    with pytest.raises(mf.ArgumentError) as caught:
         chain(1, 4).simulate([torch.randn(4, 4)])
-    assert "MESHFUSE_BACKEND: found 'xla', needed one of auto, eager, inductor, nvfuser." in str(told.value)
-    with pytest.raises(mf.ArgumentError) as told:
+    assert "MESHFUSE_BACKEND: found 'xla', needed one of auto, eager, inductor, nvfuser." in str(caught.value)
+    with pytest.raises(mf.ArgumentError) as caught:
         chain(1, 4).execute([torch.randn(4, 4)], backend="cuda")
-    assert "backend: found 'cuda', needed one of auto, eager, inductor, nvfuser." in str(told.value)
+    assert "backend: found 'cuda', needed one of auto, eager, inductor, nvfuser." in str(caught.value)
 
 
 def test_the_table_of_backends_says_what_runs_each_segment(monkeypatch):
@@ -425,6 +429,7 @@ def test_what_a_backend_cannot_compile_is_left_to_torch(monkeypatch):
         assert chosen.backend == "eager" and chosen.why.startswith("nvfuser: ")
 
 
+@pytest.mark.slow
 def test_simulated_ranks_run_compiled_segments(monkeypatch):
     """Ranks of one process with equal kernels share one compilation; those of uneven shards have their own."""
     monkeypatch.setenv("MESHFUSE_BACKEND", "inductor")
@@ -456,6 +461,7 @@ def extremes(fd, x):
     return tuple(out)
 
 
+@pytest.mark.slow
 def test_a_compiled_maximum_is_one_of_its_operand():
     """Its gradient goes to what equals it: computed anew for the comparison, nothing might."""
     fd = defined(extremes, (4, 5))
@@ -467,6 +473,7 @@ def test_a_compiled_maximum_is_one_of_its_operand():
         torch.testing.assert_close(found.double(), leaf.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eq", "ge", "le"])
 def test_what_is_compared_with_an_extreme_of_it_is_the_number_that_this_was_taken_of(name):
     """A mask of all that is no less than the largest, as routers make, has an element in each row."""
@@ -484,8 +491,9 @@ def test_what_is_compared_with_an_extreme_of_it_is_the_number_that_this_was_take
         assert found.tolist() == [1] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["execute", "simulate"])
-def test_an_error_in_the_run_that_tells_what_to_compile_is_told_like_any_other(way, monkeypatch):
+def test_an_error_while_tracing_is_reported_like_any_other(way, monkeypatch):
     """The next call compiles: one wrong batch must not leave a job on the text for good."""
     monkeypatch.setenv("MESHFUSE_BACKEND", "inductor")
     with mf.FusionDefinition() as fd:

@@ -88,12 +88,12 @@ SHARDINGS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("text", "sharding"), SHARDINGS, ids=str)
-def test_shard(text: str, sharding: Any) -> None:
+def test_shardings_that_do_not_fit_are_errors(text: str, sharding: Any) -> None:
     fd, x = define()
     raises(text, lambda: fd.shard(x, sharding, MESH))
 
 
-def test_a_sharding_with_another_mesh() -> None:
+def test_a_sharding_with_another_mesh_is_an_error() -> None:
     fd, x = define()
     found = mf.Sharding.replicated(MESH, 2)
     raises("is annotated twice: found mesh", lambda: fd.shard(x, found, mf.DeviceMesh((2,), ("q",))))
@@ -233,7 +233,7 @@ MESHES: list[tuple[str, Callable[[], Any]]] = [
 
 
 @pytest.mark.parametrize(("text", "make"), MESHES, ids=[f"{i}-{text}" for i, (text, _) in enumerate(MESHES)])
-def test_meshes(text: str, make: Callable[[], Any]) -> None:
+def test_malformed_meshes_are_errors(text: str, make: Callable[[], Any]) -> None:
     raises(text, make)
 
 
@@ -253,7 +253,7 @@ def test_meshes(text: str, make: Callable[[], Any]) -> None:
         (torch.tensor([0]), ("a",), ((1,), [0])),
     ],
 )
-def test_forms_of_meshes(devices: Any, names: Any, wanted: Any) -> None:
+def test_meshes_are_made_of_every_form_of_arguments(devices: Any, names: Any, wanted: Any) -> None:
     mesh = mf.DeviceMesh(devices, names)
     assert (mesh.shape, mesh.ranks) == (wanted[0], tuple(wanted[1]))
 
@@ -390,7 +390,9 @@ CONTRADICTIONS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
 
 @pytest.mark.parametrize(("first", "second"), CONTRADICTIONS)
 @pytest.mark.parametrize("after_ops", [False, True])
-def test_contradicting_annotations(first: Callable[..., Any], second: Callable[..., Any], after_ops: bool) -> None:
+def test_contradicting_annotations_are_an_error(
+    first: Callable[..., Any], second: Callable[..., Any], after_ops: bool
+) -> None:
     fd, x = define()
     first(fd, x)
     if after_ops:

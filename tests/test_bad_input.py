@@ -73,7 +73,7 @@ DEFINING: list[tuple[str, Callable[[mf.FusionDefinition], Any]]] = [
 
 
 @pytest.mark.parametrize(("text", "call"), DEFINING, ids=[f"{i}-{text}" for i, (text, _) in enumerate(DEFINING)])
-def test_inputs_of_a_definition(text: str, call: Callable[[mf.FusionDefinition], Any]) -> None:
+def test_wrong_inputs_of_a_definition_are_errors(text: str, call: Callable[[mf.FusionDefinition], Any]) -> None:
     raises(text, lambda: call(define()[0]))
 
 
@@ -197,7 +197,7 @@ OPS: list[tuple[str, Ops]] = [
 
 
 @pytest.mark.parametrize(("text", "call"), OPS, ids=[f"{i}-{text}" for i, (text, _) in enumerate(OPS)])
-def test_arguments_of_ops(text: str, call: Ops) -> None:
+def test_wrong_arguments_of_ops_are_errors(text: str, call: Ops) -> None:
     fd, x = define()
 
     def run() -> None:
@@ -212,7 +212,7 @@ CLASSES = [np.float64, np.int64, np.ndarray, torch.Tensor, torch.Size, mf.Tensor
 
 
 @pytest.mark.parametrize("op", sorted(set(dir(mf.FusionDefinition().ops)) & set(OPS_BY_NAME)))
-def test_a_class_in_the_place_of_an_argument(op: str) -> None:
+def test_a_class_in_the_place_of_an_argument_is_an_error(op: str) -> None:
     """As in `fd.ops.cast(x, np.float64)`."""
     for (place, param), value in itertools.product(enumerate(OPS_BY_NAME[op].params), CLASSES):
         fd, x = define()
@@ -265,7 +265,7 @@ def test_arguments_of_a_call(text: str, arguments: Any, method: str) -> None:
     )
 
 
-def test_strides() -> None:
+def test_another_stride_order_is_an_error() -> None:
     fd = mf.FusionDefinition()
     x = fd.define_tensor([8, 16], stride_order=[0, 1])
     fd.add_output(fd.ops.relu(x))
@@ -290,7 +290,7 @@ def test_a_shard_in_the_place_of_the_whole_and_the_other_way_round() -> None:
     raises("has the wrong local shape: found [4, 16]", lambda: fd.execute([X[:4]]), mf.ArgumentError)
 
 
-def test_a_mesh_larger_than_the_world() -> None:
+def test_a_mesh_larger_than_the_world_is_an_error() -> None:
     fd, x = define()
     fd.mesh_split(x, MESH, ["dp", None])
     fd.add_output(fd.ops.relu(x))
@@ -303,7 +303,7 @@ def test_a_mesh_larger_than_the_world() -> None:
 
 
 @pytest.mark.parametrize("ask", [lambda fd: fd.simulate([X]), lambda fd: fd.execute([X]), lambda fd: fd.bill()])
-def test_no_outputs(ask: Callable[[mf.FusionDefinition], Any]) -> None:
+def test_a_definition_without_outputs_is_an_error(ask: Callable[[mf.FusionDefinition], Any]) -> None:
     fd, _ = define()
     raises("the definition has no outputs: found no add_output call", lambda: ask(fd))
 
@@ -366,7 +366,7 @@ def test_scalars_to_compile_for() -> None:
 
 
 @pytest.mark.parametrize(("tensor", "view"), [(3, None), (X, 3), (X[0], None), (None, None)])
-def test_shard_tensor(tensor: Any, view: Any) -> None:
+def test_wrong_arguments_of_shard_tensor_are_errors(tensor: Any, view: Any) -> None:
     fd, x = define()
     fd.mesh_split(x, MESH, ["dp", None])
     raises("shard_tensor", lambda: mf.shard_tensor(tensor, x if view is None else view), mf.ArgumentError)
@@ -443,16 +443,16 @@ def test_a_definition_is_not_copied(how: Callable[[Any], Any], used: bool) -> No
     fd.add_output(fd.ops.relu(x))
     if used:
         fd.simulate([X])
-    said = re.escape(
+    message = re.escape(
         "a definition cannot be copied or pickled: found FusionDefinition, needed the code that makes it. Call that "
         "code again where another is needed; print(fd) is it. (at test_bad_input.py:"
     )
-    with pytest.raises(mf.DefinitionError, match=said) as caught:
+    with pytest.raises(mf.DefinitionError, match=message) as caught:
         how(fd)
     assert caught.value.where is not None and "lambda fd: " in caught.value.where.text
 
 
-def test_scalars_of_thousands_of_steps() -> None:
+def test_scalars_of_thousands_of_steps_are_computed() -> None:
     fd, x = define()
     n = x.size(0)
     for _ in range(3000):

@@ -47,7 +47,7 @@ def ran(function: Callable[..., Any], rule: str, sharded: bool = True, **options
 
 @pytest.mark.parametrize("as_function", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_an_option_of_the_wrong_kind(name: str, as_function: bool) -> None:
+def test_an_option_of_the_wrong_kind_is_an_error(name: str, as_function: bool) -> None:
     """As it is, and as what a function of the call returns. What is taken changes no number."""
     if as_function and name not in FUNCTIONS:
         return
@@ -118,7 +118,7 @@ def test_results_are_returned_in_a_tuple_of_any_kind(kind: Callable[[Any], Any],
 
 
 @pytest.mark.parametrize("rule", ["a b -> a b, b", "a b -> b a, ", "a* b -> b a*, b", "(a b) -> a b, b"])
-def test_results_of_which_one_lacks_a_factor_of_another(rule: str) -> None:
+def test_a_result_that_lacks_a_factor_of_another_is_an_error(rule: str) -> None:
     """It would be made of a rank's own part alone."""
     with pytest.raises(mf.DefinitionError, match=r"found result 1 without it, others with it, needed it in every"):
         mf.torch_op(rule)
@@ -182,7 +182,7 @@ def test_a_function_that_changes_what_it_has_made_itself() -> None:
 
 @pytest.mark.parametrize("error", [KeyError, ZeroDivisionError, StopIteration, AttributeError, RecursionError])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_function_that_raises_is_told_with_the_line_of_its_call(error: type[Exception], sharded: bool) -> None:
+def test_an_error_in_a_function_names_the_line_of_its_call(error: type[Exception], sharded: bool) -> None:
     def raising(x: torch.Tensor) -> torch.Tensor:
         raise error("mine")
 

@@ -175,7 +175,9 @@ CASES = [(name, place) for name, (good, _) in CALLS.items() for place in range(l
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("name", "place"), CASES)
-def test_a_bad_value_among_good_ones(name: str, place: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_value_among_good_ones_is_an_error_or_changes_no_number(
+    name: str, place: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is taken changes no number: the definition's output is that of torch."""
     monkeypatch.chdir(tmp_path)  # some of these are good names of folders
     good, call = CALLS[name]

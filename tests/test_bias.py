@@ -47,6 +47,7 @@ def layouts() -> list[tuple[Any, ...]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", AXES)
 def test_the_bias_is_added_once_in_all_layouts(inner: Any) -> None:
     for x, w, b, y in layouts():
@@ -56,6 +57,7 @@ def test_the_bias_is_added_once_in_all_layouts(inner: Any) -> None:
             assert_same_as_unsharded(fd, inputs, (F.linear(*inputs),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", AXES[1:])
 def test_it_costs_no_more_than_an_add_of_its_own(inner: Any) -> None:
     dearer = []

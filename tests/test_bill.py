@@ -49,7 +49,7 @@ def test_the_mean_over_the_ranks_counts() -> None:
     assert entry.wire == sent * 4 / 3
 
 
-def test_the_table_and_json() -> None:
+def test_the_table_and_json_have_the_same_figures() -> None:
     bill = gathered(2, (1000, 1000)).bill()
     text = str(bill).splitlines()
     assert text[0].split() == ["collective", "axis", "bytes", "us", "tensor", "why", "line"]
@@ -65,7 +65,7 @@ def test_the_table_and_json() -> None:
     }  # fmt: skip
 
 
-def test_no_communication() -> None:
+def test_a_bill_without_communication_says_so() -> None:
     with mf.FusionDefinition() as fd:
         x = fd.define_tensor([4])
         fd.add_output(fd.ops.relu(x))
@@ -98,7 +98,7 @@ def crossed(n: int = 64, rows: int = 4, **options: float) -> mf.FusionDefinition
     return fd
 
 
-def test_an_entry_says_who_asked_and_which_annotations_are_behind_it() -> None:
+def test_an_entry_names_the_reader_and_the_annotations_behind_it() -> None:
     made = crossed().bill()
     gather = next(entry for entry in made.entries if entry.tensor.startswith("w"))
     assert (gather.collective, gather.source, gather.target) == ("all-gather", "[tp, -]", "[-, -]")
@@ -142,7 +142,7 @@ def test_the_runner_up_is_what_the_plan_costs_with_another_annotation() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_the_runner_up_for_a_tensor_of_many_dims() -> None:
+def test_the_runner_up_for_a_tensor_of_many_dims_is_found_at_once() -> None:
     """All orders of its dims would take for ever, in the warning at the first call, too."""
     with mf.FusionDefinition() as fd:
         x = fd.define_tensor([8] + [1] * 20 + [8, 6])
@@ -233,8 +233,8 @@ def test_a_wrong_bound(wrong: object) -> None:
 
 def test_without_a_bound_only_what_another_annotation_would_halve_is_warned_of() -> None:
     """Of large tensors: y is wanted by columns for no reason, so that all of it is sent to where it is not made."""
-    said = r"the plan moves [\d,]+ bytes per rank; the largest collective is the all-to-all of y .*Leave out .* of y"
-    with pytest.warns(mf.PlanWarning, match=said):
+    message = r"the plan moves [\d,]+ bytes per rank; the largest collective is the all-to-all of y .*Leave out .* of y"
+    with pytest.warns(mf.PlanWarning, match=message):
         crossed(16384, 16).compile()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -7,6 +7,8 @@ import pytest
 from bill_classes import CLASSES
 from ledger.book import assert_unchanged
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_no_more_than_xla_and_a_plan_by_hand(name: str) -> None:

@@ -88,6 +88,7 @@ def nothing() -> mf.FusionDefinition:
 PROGRAMS: list[Callable[[], mf.FusionDefinition]] = [lambda: layers(1), lambda: layers(6), two_meshes, nothing]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", PROGRAMS)
 def test_every_collective_of_the_bill_is_on_the_page(make: Callable[[], mf.FusionDefinition]) -> None:
     fd = make()
@@ -107,6 +108,7 @@ def test_every_collective_of_the_bill_is_on_the_page(make: Callable[[], mf.Fusio
     assert all(f"{e.wire:,.0f}" in cells for e in bill.entries)
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_from_elsewhere() -> None:
     text = page([layers(2).compile(), nothing().compile()], "a title", alternatives=False)
     read = Page(text)
@@ -131,13 +133,14 @@ def test_a_script_s_own_words_cannot_break_the_page(tmp_path: object) -> None:
     assert read.programs[0]["collectives"][0]["axes"] == "<b>&"
 
 
-def test_the_runner_up_is_shown_where_it_is_asked_for() -> None:
+def test_the_runner_up_is_shown_with_alternatives() -> None:
     compiled = layers(1).compile()
     for alternatives in (True, False):
         (program,) = Page(page([compiled], alternatives=alternatives)).programs
         assert all((c["instead"] is not None) == alternatives for c in program["collectives"])
 
 
+@pytest.mark.slow
 def test_repeated_layers_are_folded() -> None:
     compiled = layers(12).compile()
     (program,) = Page(page([compiled], alternatives=False)).programs
@@ -167,6 +170,7 @@ def bars_by_rank(compiled: CompiledProgram) -> dict[int, list]:
     return {rank: list(bars) for ranks, bars in timeline_lanes(compiled) for rank in ranks}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", PROGRAMS)
 def test_the_timeline_has_each_rank_s_work_one_after_the_other(make: Callable[[], mf.FusionDefinition]) -> None:
     fd = make()
@@ -180,6 +184,7 @@ def test_the_timeline_has_each_rank_s_work_one_after_the_other(make: Callable[[]
         assert shown and all(s.seconds == entry.seconds for s in shown)
 
 
+@pytest.mark.slow
 def test_one_mesh_s_ranks_share_a_line_and_a_transfer_waits_for_its_sender() -> None:
     ((ranks, bars),) = timeline_lanes(layers(3).compile())
     assert ranks == tuple(range(8))

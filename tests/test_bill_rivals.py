@@ -35,7 +35,7 @@ GROUPS = [
 
 
 @pytest.mark.parametrize(("groups", "n"), GROUPS)
-def test_every_form_of_groups(groups: str, n: int) -> None:
+def test_every_form_of_groups_is_read(groups: str, n: int) -> None:
     text = module(f"ROOT %r = f32[8,4]{{1,0}} all-reduce(%p), channel_id=1, {groups}, to_apply=%add")
     assert hlo.wire_bytes(text, 8) == 2 * (n - 1) / n * 8 * 4 * 4
 
@@ -56,7 +56,7 @@ def test_an_unknown_form_of_groups_is_no_guess() -> None:
         ("%m = f32[8,4]{1,0} dot(%p, %p)", 0),
     ],
 )
-def test_every_kind_of_collective(line: str, wire: float) -> None:
+def test_every_kind_of_collective_is_counted(line: str, wire: float) -> None:
     assert hlo.wire_bytes(module(line, "ROOT %t = f32[8,4]{1,0} copy(%p)"), 8) == wire
 
 
@@ -102,6 +102,7 @@ def test_loops_count_as_often_as_they_run() -> None:
         hlo.wire_bytes(module(loop, more=body), 8)
 
 
+@pytest.mark.slow
 def test_dtensor_is_counted_as_by_hand() -> None:
     """One all-reduce of the result; two gathers and an all-reduce; what it cannot say is told."""
     ids = ["a1", "j4", "n6", "k2"]
@@ -113,12 +114,13 @@ def test_dtensor_is_counted_as_by_hand() -> None:
     assert "k2" not in found.mb and "not evenly divisible" in found.failed["k2"]
 
 
+@pytest.mark.slow
 def test_a_rival_that_fails_is_an_error() -> None:
     with pytest.raises(subprocess.CalledProcessError):
         run.measure_rival("rival_dtensor.py", sys.executable, ["no such program"])
 
 
-def test_where_xla_is_not_as_published_it_is_said() -> None:
+def test_plans_of_xla_that_are_not_as_published_are_marked() -> None:
     published = {name: row.xla_cpu_mb for name, row in figures.read_figures().items()}
     assert run.differences(run.Rival("", published, {})) == []
     (line, _) = run.differences(run.Rival("", {**published, "a1": 31.0}, {}))

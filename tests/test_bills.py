@@ -24,6 +24,8 @@ import counting  # noqa: E402
 import figures  # noqa: E402
 import programs  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 FIGURES = figures.read_figures()
 
 # MB per rank at full size, the best that has been reached: a bill above is a regression, one below belongs here.

@@ -54,8 +54,8 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_record_whose_parts_fail(name: str) -> None:
-    parts, said = BROKEN[name]
-    with pytest.raises(AssertionError, match=said) as caught:
+    parts, message = BROKEN[name]
+    with pytest.raises(AssertionError, match=message) as caught:
         check_op(record(**parts), max_examples=3)
     assert str(caught.value).startswith("doubled: ") and "\n  what to do " in str(caught.value)
 
@@ -89,8 +89,8 @@ TOLD: list[tuple[str, Callable[[], Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("said", "make"), TOLD, ids=[said for said, _ in TOLD])
-def test_what_torch_op_is_told_wrongly(said: str, make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize(("message", "make"), TOLD, ids=[message for message, _ in TOLD])
+def test_wrong_options_of_torch_op_are_errors(message: str, make: Callable[[], Any]) -> None:
     with pytest.raises(mf.DefinitionError) as caught:
         make()
-    assert said in str(caught.value) and "(at test_broken_records.py:" in str(caught.value)
+    assert message in str(caught.value) and "(at test_broken_records.py:" in str(caught.value)

@@ -28,6 +28,7 @@ AXES = st.sampled_from(["dp", "tp"])
 DTYPES = st.sampled_from([mf.DataType.Float, mf.DataType.Double])
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from([1, 7, 40]), AXES, DTYPES), min_size=1, max_size=8))
 def test_independent_reductions_are_one_call_per_axis_and_dtype(made):
     sizes, axes, dtypes = (list(column) for column in zip(*made, strict=True))
@@ -38,12 +39,13 @@ def test_independent_reductions_are_one_call_per_axis_and_dtype(made):
         torch.testing.assert_close(found, x.sum(0))
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from([1, 7, 40]), AXES, DTYPES), min_size=1, max_size=8))
 def test_the_programs_bytes_are_the_bills(made):
     fd = sums(*(list(column) for column in zip(*made, strict=True)))
-    told = [(c.tensor, c.wire) for c in fd.host_program(0).communications]
+    sent = [(c.tensor, c.wire) for c in fd.host_program(0).communications]
     billed = [(entry.tensor, entry.wire) for entry in fd.bill().entries]
-    assert sorted(told) == sorted(billed)
+    assert sorted(sent) == sorted(billed)
     assert sum(call.about.wire for call in collectives(fd)) == fd.bill().total
 
 
@@ -77,6 +79,7 @@ def test_statistics_that_wait_for_each_other_do_not_move():
     torch.testing.assert_close(other, b.sum(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 40])
 def test_steps_are_put_in_another_order_and_no_more(layers):
     with mf.FusionDefinition() as fd:
@@ -119,6 +122,7 @@ def moved(chosen: list[str], sizes: list[int], dtypes: list[mf.DataType], casts:
     return fd
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.sampled_from([*MOVES]), st.sampled_from([12, 12, 7, 1]), DTYPES), min_size=1, max_size=6),
     st.booleans(),
@@ -132,6 +136,7 @@ def test_moves_of_any_kind_that_are_one_call_move_the_same(made, casts):
     assert sent / 4 == pytest.approx(fd.bill().total)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from([12, 12, 7, 1]), AXES, DTYPES), min_size=1, max_size=6))
 def test_reduce_scatters_that_are_one_call_give_the_same(made):
     with mf.FusionDefinition() as fd:
@@ -171,6 +176,7 @@ def test_what_a_layer_gathers_of_its_small_inputs_is_one_call():
     assert sorted(calls) == [1, 3], [call.about.tensor for call in collectives(fd)]
 
 
+@pytest.mark.slow
 def test_gathers_are_not_brought_together_over_a_whole_program():
     """They would be held for long."""
     fd = layers(40, 8)

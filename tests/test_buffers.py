@@ -64,7 +64,7 @@ TAKEN: dict[str, Any] = {
 @pytest.mark.parametrize("how", TAKEN)
 @pytest.mark.parametrize("held", [True, False])
 def test_memory_that_its_holder_changed_is_not_handed_out(how, held):
-    """It may be gone, or be another process', which no count of references tells: the buffer is as if never made."""
+    """It may be gone, or be another process', which no reference count shows: the buffer is as if never made."""
     pool = Pooled()
     kept = [pool.empty((3, 4), torch.float32) for _ in range(3)]
     TAKEN[how](kept[1])
@@ -151,7 +151,7 @@ def test_a_buffer_of_one_mode_serves_another(first, second):
         pool.combine(torch.ones(2, 3), again, "sum").mul_(2)
 
 
-def test_the_default_device_is_not_asked():
+def test_the_default_device_is_not_used():
     pool = Pooled()
     with torch.device("meta"):
         made = pool.empty((2,), torch.float32)
@@ -174,7 +174,7 @@ def test_threads_have_memory_of_their_own():
     assert all(found) and len(found) == 800
 
 
-def test_what_is_not_asked_for_any_more_goes(monkeypatch):
+def test_unused_buffers_are_dropped(monkeypatch):
     """A minute after its last use; what someone holds is his then."""
     now = [0.0]
     monkeypatch.setattr(buffers.time, "monotonic", lambda: now[0])

@@ -52,8 +52,9 @@ def test_limits_that_are_none(name: str) -> None:
             check_op(scaled_product, **{name: limit})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [{"max_examples": 0}, {"max_examples": 1}, {"max_examples": 1, "max_ranks": 2}])
-def test_the_least_limits(limits: dict[str, Any]) -> None:
+def test_check_op_works_with_the_least_limits(limits: dict[str, Any]) -> None:
     """With an op whose gradient has ops of its own, which are checked with half as many examples."""
     assert scaled_product.adjoints
     check_op(scaled_product, samples=scaled_product.samples()[:1], **limits)
@@ -109,13 +110,13 @@ ASKED: list[tuple[str, Callable[[], Any]]] = [
 
 
 @pytest.mark.parametrize(("text", "ask"), ASKED, ids=[f"{i}-{text}" for i, (text, _) in enumerate(ASKED)])
-def test_what_strategies_cannot_draw_is_told_where_they_are_made(text: str, ask: Callable[[], Any]) -> None:
+def test_strategies_that_cannot_draw_fail_where_they_are_made(text: str, ask: Callable[[], Any]) -> None:
     with pytest.raises(mf.ArgumentError) as caught:
         ask()
     assert str(caught.value).startswith(text) and "(at test_check_op.py:" in str(caught.value), str(caught.value)
 
 
-def test_meshes_of_as_many_ranks_as_are_asked_for() -> None:
+def test_meshes_have_the_given_number_of_ranks() -> None:
     found = find(meshes(min_ranks=16, max_ranks=16, max_size=4), lambda mesh: mesh.ndim == 3)
     assert found.size == 16
 

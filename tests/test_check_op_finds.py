@@ -109,6 +109,7 @@ def with_wrong_gradient() -> mf.OpDef:
     return dataclasses.replace(sin, vjp=lambda b: {name: b.grads[0] for name in b.arguments})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
 def test_a_wrong_gradient_is_found_where_the_caller_has_none(mode: Callable[[], Any]) -> None:
     with mode(), pytest.raises(AssertionError, match="derivative is not that of the lowering"):
@@ -132,6 +133,7 @@ class Doubled(torch.autograd.Function):
         return (2 * grad + grad.sum(1, keepdim=True) if ctx.flag else 2 * grad), None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(True, False), (False, True)])
 def test_derivatives_are_checked_on_all_samples(flags: tuple[bool, ...]) -> None:
     samples = [mf.Sample((kind(3, 4), flag)) for flag in flags]
@@ -183,6 +185,7 @@ for wrong in (torch.ones(4), torch.ones(5)):
 """
 
 
+@pytest.mark.slow
 def test_checks_are_made_by_an_optimised_python_too() -> None:
     done = subprocess.run([sys.executable, "-O", "-c", OPTIMISED], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -35,7 +35,7 @@ def test_torch_finds_tensors_without_elements(tmp_path: Path, beside: bool) -> N
     torch.testing.assert_close(loaded, state, rtol=0, atol=0)
 
 
-def test_shards_without_elements(tmp_path: Path) -> None:
+def test_shards_without_elements_are_saved_and_loaded(tmp_path: Path) -> None:
     """Those that a sharding gives this rank, whatever the dims that it splits."""
     mesh = mf.DeviceMesh((1,), ("x",))
     state = {name: (t, Sharding.replicated(mesh, t.ndim)) for name, t in EMPTY.items()}

@@ -12,7 +12,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import warnings
@@ -34,8 +33,6 @@ from meshfuse.runtime.rendezvous import Rendezvous
 from meshfuse.runtime.world import World
 from meshfuse.sharding.data import shard
 from meshfuse.testing import meshes, shardings
-
-SOURCE = Path(__file__).resolve().parents[1]
 
 
 class Team:
@@ -198,7 +195,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("what", MISTAKES)
-def test_wrong_wishes(tmp_path, what):
+def test_loading_what_is_not_there_is_an_error(tmp_path, what):
     mf.save(tmp_path, {"t": torch.ones(3)})
     wanted, text = MISTAKES[what]
     with pytest.raises(mf.ArgumentError, match=text):
@@ -224,7 +221,7 @@ def test_a_tensor_of_another_size_than_the_view_has(tmp_path):
     assert torch.equal(found["moment"], moment) and found["rows"].shape == (5, 16)
 
 
-def test_a_wrong_shard(tmp_path):
+def test_a_shard_that_does_not_fit_is_an_error(tmp_path):
     sharding = mf.Sharding(mf.DeviceMesh((2,), ("a",)), ((mf.Split(2, "a"),),))
     with pytest.raises(
         mf.ArgumentError, match=r"'t': found a shard of shape \[3\] on rank 0, needed \[2\]: \[a\] of \[4\]"
@@ -348,7 +345,7 @@ def test_names_in_one_memory_are_loaded_where_each_has_its_values(tmp_path, kind
         mf.load(tmp_path, wanted)
 
 
-def test_no_checkpoint(tmp_path):
+def test_a_missing_checkpoint_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"no checkpoint to load: found .*nowhere: No such file or directory"):
         mf.load(tmp_path / "nowhere")
 
@@ -396,22 +393,21 @@ def test_a_full_disk_leaves_the_checkpoint_of_before(tmp_path):
 def test_a_killed_save_leaves_the_checkpoint_of_before(tmp_path, stage):
     """Killed before the files, after them, and at the last moment."""
     mf.save(tmp_path, {"t": torch.ones(3)})
-    die = "lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)"
-    place = {"write": "api.write", "commit": "folder.commit", "replace": "os.replace"}[stage]
-    script = f"""
-import os, signal, torch, meshfuse as mf
-from meshfuse.checkpoint import api, folder
-{place} = {die}
-mf.save({str(tmp_path)!r}, {{"t": torch.zeros(5)}})
-"""
-    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, timeout=120)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    module, name = {"write": (api, "write"), "commit": (folder, "commit"), "replace": (os, "replace")}[stage]
+    child = os.fork()
+    if not child:
+        try:
+            setattr(module, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+            mf.save(tmp_path, {"t": torch.zeros(5)})
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert mf.load(tmp_path)["t"].tolist() == [1, 1, 1]
     mf.save(tmp_path, {"t": torch.full((2,), 7)})  # It also clears away what the killed one left.
     assert mf.load(tmp_path)["t"].tolist() == [7, 7] and len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [False, True])
 def test_a_save_that_ends_at_any_moment_leaves_a_whole_checkpoint(tmp_path, first):
     """That of before or, from where it has replaced it, its own: the data of neither may go."""
@@ -445,28 +441,29 @@ def outcomes(worlds, victim: int, count: int, action) -> set[str]:
     """What two ranks say of an action of all where the system refuses one of them a call; none waits for the other."""
     team = Team(2)
     team.barrier = threading.Barrier(2, timeout=10)
-    said = set()
+    errors = set()
 
     def one(rank):
         try:
             with refused(count, REFUSAL, "/checkpoint/") if rank == victim else contextlib.nullcontext():
                 action()
-                said.add("" if rank != victim or sys.getprofile() else "unnoticed")
+                errors.add("" if rank != victim or sys.getprofile() else "unnoticed")
         except mf.MeshfuseError as error:
-            said.add(str(error))
+            errors.add(str(error))
 
     worlds(team, one)
-    return said
+    return errors
 
 
-def failure(said: set[str], victim: int) -> str:
+def failure(errors: set[str], victim: int) -> str:
     """What the ranks say that is wrong, which has come to both or to none."""
-    failed = said - {"", "unnoticed"}
-    assert not failed or failed == said, said
-    assert all(f"found on rank {victim} " in text or REFUSAL.strerror in text for text in failed), said
+    failed = errors - {"", "unnoticed"}
+    assert not failed or failed == errors, errors
+    assert all(f"found on rank {victim} " in text or REFUSAL.strerror in text for text in failed), errors
     return "".join(failed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_what_a_disk_refuses_a_save_at_any_moment_fails_it_on_all_ranks_or_on_none(tmp_path, worlds, victim):
     """And the checkpoint is the one that they tell of."""
@@ -478,18 +475,22 @@ def test_what_a_disk_refuses_a_save_at_any_moment_fails_it_on_all_ranks_or_on_no
         path = tmp_path / str(count)
         worlds(Team(2), lambda rank: save(1.0))
         with warnings.catch_warnings(record=True):
-            said = outcomes(worlds, victim, count, lambda: save(2.0))
-        if said == {""}:
+            errors = outcomes(worlds, victim, count, lambda: save(2.0))
+        if errors == {""}:
             break
-        failed = failure(said, victim)
+        failed = failure(errors, victim)
         found = mf.load(path)
-        assert found["t"].tolist() == [*found["w"].tolist()] * 2 == ([1.0] * 4 if failed else [2.0] * 4), (count, said)
+        assert found["t"].tolist() == [*found["w"].tolist()] * 2 == ([1.0] * 4 if failed else [2.0] * 4), (
+            count,
+            errors,
+        )
         assert not [*path.glob("*.part")], count
         worlds(Team(2), lambda rank: save(5.0))
         assert mf.load(path)["t"].tolist() == [5.0] * 4 and len(list(path.iterdir())) == 2
     assert count > 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_what_a_disk_refuses_a_load_at_any_moment_fails_it_on_all_ranks_or_on_none(tmp_path, worlds, victim):
     mf.save(tmp_path, {"t": torch.arange(4.0), "n": 7})
@@ -500,10 +501,10 @@ def test_what_a_disk_refuses_a_load_at_any_moment_fails_it_on_all_ranks_or_on_no
         assert found["t"].tolist() == [start, start + 1] and found["n"] == 7
 
     for count in itertools.count(1):
-        said = outcomes(worlds, victim, count, load)
-        if said == {""}:
+        errors = outcomes(worlds, victim, count, load)
+        if errors == {""}:
             break
-        failure(said, victim)
+        failure(errors, victim)
     assert count > 30
 
 
@@ -530,7 +531,7 @@ def test_one_rank_that_fails_fails_all(tmp_path, worlds, monkeypatch):
     assert not (tmp_path / "checkpoint.json").exists()
 
 
-def test_ranks_that_save_to_different_folders_are_told_so(tmp_path, worlds):
+def test_saving_to_different_folders_is_an_error(tmp_path, worlds):
     """As with the time in the folder's name. The checkpoint would lack the parts of all but the first rank."""
     sharding = mf.Sharding(mf.DeviceMesh((3,), ("a",)), ((mf.Split(3, "a"),),))
     failures = []
@@ -551,7 +552,7 @@ def test_ranks_that_save_to_different_folders_are_told_so(tmp_path, worlds):
 
 
 @pytest.mark.parametrize("what", ["finish", "write_data", "set_up_storage_writer"])
-def test_a_disk_that_is_full_at_any_file_is_told_to_all(tmp_path, worlds, monkeypatch, what):
+def test_a_disk_that_is_full_at_any_file_is_an_error_on_all_ranks(tmp_path, worlds, monkeypatch, what):
     """torch's own index is the first rank's alone."""
     mf.save(tmp_path, {"t": torch.ones(3)})
 

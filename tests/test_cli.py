@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import meshfuse
+from commands import SOURCE, forked
 from interrupts import interrupted, places, refused, requests
 from meshfuse.cli import main
 from meshfuse.executor.record import recorder
@@ -68,7 +69,9 @@ def test_bill_as_json_with_arguments_for_the_script(script: str, capsys: pytest.
 
 
 @pytest.mark.parametrize("command", ["explain", "bill", "trace"])
-def test_arguments_for_the_script_without_dashes(command: str, script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_for_the_script_without_dashes_are_an_error(
+    command: str, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         main([command, script, "--width", "64"])
     assert end.value.code == 2
@@ -106,6 +109,7 @@ print(fd.bill()) if mf.World.current().size > 1 else None
 WRITERS = ("/cli.py", "/whole_files.py", "/spans.py", "/report/trace.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["bill", "trace"])
 def test_files_are_whole_or_as_before_wherever_ctrl_c_comes(command: str, script: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
@@ -141,51 +145,59 @@ def test_what_the_system_refuses_is_one_line(
         with refused(count, OSError(errno.EMFILE, "refused"), "/report/", "/whole_files.py", "/spans.py"):
             code = main(words)
         text = capsys.readouterr().err
-        said = (text.count("\n"), ": found " in text and ", needed " in text)  # Beside the script's own line.
-        assert (code, said) in ((1, (2, True)), (0, (1, False))), (count, text)
+        printed = (text.count("\n"), ": found " in text and ", needed " in text)  # Beside the script's own line.
+        assert (code, printed) in ((1, (2, True)), (0, (1, False))), (count, text)
         assert not [*tmp_path.glob("*.part")], count
         seen.add(code)
     assert seen == {0, 1}
 
 
-@pytest.mark.parametrize("command", [["bill", "--why"], ["explain"], ["trace"]])
-def test_names_that_a_terminal_cannot_show(command: list[str], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_names_that_a_terminal_cannot_show(tmp_path: Path) -> None:
     path = tmp_path / "größe.py"
     path.write_text(SCRIPT.replace("y = ", "größe = ").replace("(y", "(größe"), encoding="utf-8")
-    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(meshfuse.__file__).parents[1])}
-    words = [sys.executable, "-m", "meshfuse", command[0], str(path), *command[1:]]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == 0 and done.stderr == "the script's own words\n", done.stderr
-    assert "gr\\xf6\\xdfe" in done.stdout or command == ["trace"]
+    words = [["bill", str(path), "--why"], ["explain", str(path)], ["trace", str(path)]]
+    found = forked([("file", w) for w in words], tmp_path, PYTHONIOENCODING="ascii")
+    for (command, *_), done in zip(words, found, strict=True):
+        assert done.code == 0 and done.errors == b"the script's own words\n", done
+        assert b"gr\\xf6\\xdfe" in done.out or command == "trace"
 
 
-@pytest.mark.parametrize("command", [["bill"], ["explain"], ["trace"], ["bill", "--html", "page"], ["ops"], ["doctor"]])
-@pytest.mark.parametrize("to", ["/dev/full", "closed", "all closed"])
-def test_where_nothing_can_be_printed(command: list[str], to: str, script: str, tmp_path: Path) -> None:
+UNPRINTABLE = [["bill"], ["explain"], ["trace"], ["bill", "--html", "page"], ["ops"], ["doctor"]]
+FULL = "meshfuse: what the command says cannot be written: found No space left on device, needed room and a file to"
+
+
+@pytest.mark.slow
+def test_where_nothing_can_be_printed(script: str, tmp_path: Path) -> None:
     """What is printed to no file at all is lost, as with Python's own print; what a file refuses is one line."""
-    words = [sys.executable, "-m", "meshfuse", command[0], *([] if command[0] in ("ops", "doctor") else [script])]
-    where = {"/dev/full": "> /dev/full", "closed": ">&-", "all closed": "<&- >&- 2> said"}[to]
-    environment = os.environ | {"PYTHONPATH": str(Path(meshfuse.__file__).parents[1])}
-    line = f"{shlex.join([*words, *command[1:]])} {where}"
+    pairs = [(to, command) for to in ("/dev/full", "closed", "all closed") for command in UNPRINTABLE]
+    words = [(to, [c[0], *([] if c[0] in ("ops", "doctor") else [script]), *c[1:]]) for to, c in pairs]
+    for (to, command), done in zip(pairs, forked(words, tmp_path), strict=True):
+        printed = done.errors.decode().replace("the script's own words\n", "")
+        assert (done.code, printed) == ((1, f"{FULL} write to.\n") if to == "/dev/full" else (0, "")), (command, done)
+    assert (tmp_path / "page").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["> /dev/full", ">&-", "<&- >&- 2> errors"])
+def test_a_shell_that_lets_nothing_be_printed(where: str, script: str, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": SOURCE}
+    line = f"{shlex.join([sys.executable, '-m', 'meshfuse', 'bill', script, '--html', 'page'])} {where}"
     done = subprocess.run(line, shell=True, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    said = done.stderr.replace("the script's own words\n", "")
-    full = "meshfuse: what the command says cannot be written: found No space left on device, needed room and a file"
-    assert (done.returncode, said) == ((1, f"{full} to write to.\n") if to == "/dev/full" else (0, "")), done
-    assert to == "/dev/full" or (tmp_path / "page").exists() == ("page" in command)
+    printed = done.stderr.replace("the script's own words\n", "")
+    assert (done.returncode, printed) == ((1, f"{FULL} write to.\n") if "full" in where else (0, "")), done
+    assert "full" in where or (tmp_path / "page").exists()
 
 
-@pytest.mark.parametrize(
-    "command", ["run --ranks 2", "bill --html p --json j --why", "explain", "trace", "trace --ranks 2"]
-)
-def test_a_script_whose_name_is_of_no_letters(command: str, tmp_path: Path) -> None:
-    """Linux lets a file's name be any bytes; what is said of its lines is compared by ranks, and written to files."""
-    (tmp_path / os.fsdecode(b"sc\xffript.py")).write_text(ON_RANKS)
-    environment = os.environ | {"PYTHONPATH": str(Path(meshfuse.__file__).parents[1])}
-    name, *options = command.split()
-    words = [sys.executable, "-m", "meshfuse", name, *options, b"sc\xffript.py"]
-    done = subprocess.run(words, env=environment, capture_output=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    assert command.startswith("trace") or b"sc\\udcffript.py:5" in done.stdout, done.stdout
+@pytest.mark.slow
+def test_a_script_whose_name_is_of_no_letters(tmp_path: Path) -> None:
+    """Linux lets a file's name be any bytes; its lines are compared by ranks, and written to files."""
+    name = os.fsdecode(b"sc\xffript.py")
+    (tmp_path / name).write_text(ON_RANKS)
+    lines = ["run --ranks 2", "bill --html p --json j --why", "explain", "trace", "trace --ranks 2 --out measured"]
+    for line, done in zip(lines, forked([("file", [*line.split(), name]) for line in lines], tmp_path), strict=True):
+        assert done.code == 0 and not done.errors, done
+        assert line.startswith("trace") or b"sc\\udcffript.py:5" in done.out, done
 
 
 @pytest.mark.parametrize("option", [["bill", "--html"], ["bill", "--json"], ["trace", "--out"]])
@@ -217,7 +229,7 @@ def test_a_file_that_cannot_be_written(script: str, option: str, capsys: pytest.
     assert "cannot write /nowhere/file: found No such file or directory" in capsys.readouterr().err
 
 
-def test_explain(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_a_table_and_one_tensor(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", script]) == 0
     table = capsys.readouterr().out
     assert "annotated at script.py:16" in table and "y (t2)" in table
@@ -271,7 +283,7 @@ def test_a_script_that_exits(tmp_path: Path, capsys: pytest.CaptureFixture[str],
 
 
 @pytest.mark.parametrize("command", [["explain"], ["bill"], ["trace"], ["trace", "-n", "2"], ["run", "-n", "2"]])
-def test_no_such_script(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_script_is_an_error(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "/nowhere/script.py"]) == 2
     assert "no such script: /nowhere/script.py" in capsys.readouterr().err
 
@@ -279,7 +291,7 @@ def test_no_such_script(command: list[str], capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("wrong", [[], ["bake"], ["bill"], ["run", "script.py"], ["bill", "a.py", "--nope"],
     *[["run", "-n", "1", "--timeout", v, "a.py"] for v in ("-1", "0", "nan", "inf", "x")],
     *[["doctor", "--links", "--limit", v] for v in ("-1", "0", "nan", "x")]])  # fmt: skip
-def test_wrong_usage(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_shows_how_it_is_used(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(wrong)
     assert caught.value.code == 2
@@ -288,51 +300,52 @@ def test_wrong_usage(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("command", [["run"], ["trace"], ["doctor", "--links"]])
 @pytest.mark.parametrize("ranks", ["0", "-2"])
-def test_no_ranks(command: list[str], ranks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_ranks_are_an_error(
+    command: list[str], ranks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = [] if "--links" in command else [write(tmp_path, "print(1)\n")]
     own = ["--out", str(tmp_path / "traces")] if command == ["trace"] else []
     assert main([*command, "--ranks", ranks, *own, *script]) == 1
     assert f"meshfuse: wrong number of ranks: found {ranks}, needed 1 or more." in capsys.readouterr().err
 
 
-def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_a_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     assert "Python" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_run_hands_its_arguments_to_the_launcher(tmp_path: Path) -> None:
     path = write(tmp_path, "import sys, os\nprint(sys.argv[1:], os.environ['WORLD_SIZE'])\nsys.exit(7)\n")
-    source = str(Path(meshfuse.__file__).parents[1])
     command = [sys.executable, "-m", "meshfuse", "run", "--ranks", "1", path, "--mesh", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": source}, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": SOURCE}, check=False)
     assert done.returncode == 7, done.stderr
     assert done.stdout == "['--mesh', 'x'] 1\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["ops"], ["explain", "SCRIPT"]])
 def test_who_stops_reading_gets_no_traceback(words: list[str], tmp_path: Path) -> None:
-    """As of `meshfuse ops | head`; a script's own broken pipe is told as any error of a script's."""
+    """As of `meshfuse ops | head`."""
     lines = "for _ in range(3000): y = fd.ops.neg(y)"
     path = write(tmp_path, f"import meshfuse as mf\nfd = mf.FusionDefinition()\ny = fd.define_tensor([2])\n{lines}\n"
                            "fd.add_output(y)\nfd.compile()\n")  # fmt: skip
-    source = str(Path(meshfuse.__file__).parents[1])
     command = [sys.executable, "-m", "meshfuse", *[path if word == "SCRIPT" else word for word in words]]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={"PYTHONPATH": source}
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={"PYTHONPATH": SOURCE}
     ) as done:
         assert done.stdout is not None and done.stderr is not None
         done.stdout.close()
         assert (done.stderr.read(), done.wait(60)) == ("", 141)
-    broken = write(tmp_path, "raise BrokenPipeError('mine')\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "meshfuse", "explain", broken], capture_output=True, text=True, timeout=60,
-        env={"PYTHONPATH": source}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1 and "BrokenPipeError: mine" in done.stderr
 
 
+def test_a_broken_pipe_of_the_script_is_shown_as_its_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", write(tmp_path, "raise BrokenPipeError('mine')\n")]) == 1
+    assert "BrokenPipeError: mine" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_the_help_loads_no_torch() -> None:
-    source = str(Path(meshfuse.__file__).parents[1])
     code = "import sys, meshfuse.cli as c\ntry:\n    c.main(['--help'])\n"
     code += "finally:\n    print('torch' in sys.modules)"
     done = subprocess.run(
@@ -340,7 +353,7 @@ def test_the_help_loads_no_torch() -> None:
         capture_output=True,
         text=True,
         timeout=60,
-        env={"PYTHONPATH": source},
+        env={"PYTHONPATH": SOURCE},
         check=False,
     )
     assert done.stdout.rstrip().endswith("False"), done.stdout + done.stderr
@@ -362,31 +375,31 @@ MESHES = ["=,=", "", ",", "x", "x=", "=2", "x=a", "x=0", "x=-1", "x=2=3", "x=2,x
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("command", [["explain"], ["bill"], ["trace"], ["trace", "-n", "2"], ["doctor", "--links"]])
-def test_what_is_no_mesh_is_told_before_anything_runs(
+def test_a_malformed_mesh_is_an_error_before_anything_runs(
     command: list[str], mesh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = [] if command[0] == "doctor" else [write(tmp_path, "print('it ran')\n")]
     with pytest.raises(SystemExit) as caught:
         main([*command, *script, f"--mesh={mesh}"])
     assert caught.value.code == 2
-    said = capsys.readouterr()
-    assert "it ran" not in said.out + said.err
-    assert re.search(r"argument --mesh: .*found .*, needed ", said.err), said.err
-    assert "usage: meshfuse" in said.err and len(said.err) < 3000
+    printed = capsys.readouterr()
+    assert "it ran" not in printed.out + printed.err
+    assert re.search(r"argument --mesh: .*found .*, needed ", printed.err), printed.err
+    assert "usage: meshfuse" in printed.err and len(printed.err) < 3000
 
 
 @pytest.mark.parametrize("text", ["print(1", "x = ]", "\0"])
 def test_a_script_that_is_no_python_is_shown_as_python_does(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises((SyntaxError, ValueError)) as told:  # Python 3.10 calls a NUL the latter
+    with pytest.raises((SyntaxError, ValueError)) as caught:  # Python 3.10 calls a NUL the latter
         compile(text, "script.py", "exec")
     assert main(["bill", write(tmp_path, text)]) == 1
-    said = capsys.readouterr().err
-    assert told.typename in said and "cli.py" not in said and "runpy" not in said
+    printed = capsys.readouterr().err
+    assert caught.typename in printed and "cli.py" not in printed and "runpy" not in printed
 
 
-def test_a_definition_left_out_is_told_at_its_own_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_skipped_definition_is_reported_at_its_own_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, "import meshfuse as mf\nfd = mf.FusionDefinition()\nx = fd.define_tensor([-1])\n"
                  "fd.add_output(fd.ops.relu(x))\n")  # fmt: skip
     assert main(["bill", path]) == 1
@@ -423,7 +436,7 @@ def test_a_folder_that_no_trace_can_be_written_to(
 
 
 @pytest.mark.parametrize("folder", ["/dev/null/traces", __file__, "/proc/self"])
-def test_traces_that_cannot_be_written_are_told_at_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traces_that_cannot_be_written_are_an_error_at_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHFUSE_TRACE", folder)
     recorder.cache_clear()
     with pytest.raises(meshfuse.ArgumentError, match=r"MESHFUSE_TRACE: found .*needed a folder.*\(at test_cli\.py:"):

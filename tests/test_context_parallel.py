@@ -140,7 +140,7 @@ NOTHING = {
 
 @pytest.mark.parametrize("name", ["ring of 3", "one rank", "ring of one", "whole"])
 @pytest.mark.parametrize("sizes", NOTHING.values(), ids=NOTHING)
-def test_rings_of_nothing(sizes: Any, name: str) -> None:
+def test_rings_without_elements_are_right(sizes: Any, name: str) -> None:
     place = PLACES[name]._replace(ring=3 if name == "ring of 3" else 1)
     for lse in (False, True):
         assert_right(defined(place, "full", lse=lse, sizes=sizes), "full", 1e-10)
@@ -167,6 +167,33 @@ def test_whichever_operands_are_sharded(sharded: str) -> None:
         assert_right(defined(PLACES["ring of 3"], mode, sharded=sharded), mode, 1e-10)
 
 
+@pytest.mark.parametrize("mode", ASKED)
+@pytest.mark.parametrize("name", ["ring of 4", "ring of 3"])
+def test_a_bias_and_a_mask_go_round_with_the_ring(name: str, mode: str) -> None:
+    """The bias [h, s, s_k] in the ring's order with a gradient of its own, the mask [b, 1, 1, s_k] of padded keys."""
+    place, (causal, zigzag) = PLACES[name], MODES[mode]
+    (b, h, s, _), columns = QKV[0], QKV[1][2]
+    fd = mf.FusionDefinition()
+    tensors = [fd.define_tensor(list(shape), dtype=DOUBLE) for shape in (*QKV, (h, s, columns))]
+    mask = fd.define_tensor([b, 1, 1, columns], dtype=mf.DataType.Bool)
+    out, _ = fd.ops.ring_attention(*tensors[:3], place.ring, causal, None, zigzag, tensors[3], mask)
+    for made in (out, *fd.grad(out, tensors[:3]), fd.grad(out, tensors[3])):
+        fd.add_output(made)
+    for tensor in tensors[:3]:
+        fd.mesh_split(tensor, place.mesh, place.spec)
+    inputs = inputs_of(fd)[:4]
+    inputs.append(torch.rand(b, 1, 1, columns, generator=torch.Generator().manual_seed(2)) > 0.2)
+    q, k, v, bias = leaves = [t.clone().requires_grad_() for t in inputs[:4]]
+    keys, values = (t.repeat_interleave(h // t.shape[1], 1) for t in (k, v))
+    order = in_zigzag(torch.arange(s), place.ring) if zigzag else torch.arange(s)
+    seen = inputs[4] & ((order <= order[:, None]) if causal else torch.tensor(True))
+    scores = (q @ keys.mT * q.shape[-1] ** -0.5 + bias).masked_fill(~seen, float("-inf"))
+    wanted = torch.nan_to_num(scores.softmax(-1)) @ values
+    expected = [wanted, *torch.autograd.grad(wanted.sum(), leaves)]
+    for found, value in zip(fd.simulate(inputs, check_replicas=True), expected, strict=True):
+        torch.testing.assert_close(found, value.detach(), rtol=1e-10, atol=1e-10)
+
+
 def test_where_all_is_seen_the_order_of_rows_changes_nothing() -> None:
     assert_right(defined(PLACES["ring of 4"], "zig-zag, all seen", lse=True), "zig-zag, all seen", 1e-10)
 
@@ -177,7 +204,7 @@ def test_keys_and_values_that_are_whole_anyway_do_not_travel(mode: str) -> None:
 
 
 @pytest.mark.parametrize("columns", [4, 12, 96])
-def test_as_many_keys_as_one_likes(columns: int) -> None:
+def test_any_number_of_keys_is_right(columns: int) -> None:
     sizes = ((2, 4, 24, 8), *((2, 1, columns, 8),) * 2)
     assert_right(defined(PLACES["ring of 4"], "full", lse=True, sizes=sizes, scale=0.4), "full", 1e-10, 0.4)
 
@@ -395,14 +422,14 @@ def test_zigzag_is_half_of_the_work(backward: bool) -> None:
         (QKV, {"ring": 2, "dropout_p": 0.1}, "ring_attention: 'dropout_p' is not a parameter"),
     ],
 )
-def test_a_ring_that_cannot_be_is_told(sizes: Any, options: dict[str, Any], text: str) -> None:
+def test_a_ring_that_cannot_be_is_an_error(sizes: Any, options: dict[str, Any], text: str) -> None:
     fd = mf.FusionDefinition()
     tensors = [fd.define_tensor(list(shape)) for shape in sizes]
     with pytest.raises(mf.DefinitionError, match=re.escape(text)):
         fd.ops.ring_attention(*tensors, **options)
 
 
-def test_a_wrong_zigzag_is_told() -> None:
+def test_a_wrong_zigzag_is_an_error() -> None:
     fd = mf.FusionDefinition()
     x = fd.define_tensor([12, 4])
     with pytest.raises(mf.DefinitionError, match=re.escape("found 12 elements in 8 blocks, needed equal blocks")):
@@ -418,7 +445,7 @@ def test_rounds_are_written_out_where_rows_are_sharded_only() -> None:
         assert sum(node.name.startswith("ring_attention") for node in compiled.planned.graph.nodes) == 2
 
 
-def test_the_ring_is_printed_and_priced_as_asked() -> None:
+def test_the_ring_is_printed_and_priced() -> None:
     fd = defined(PLACES["ring of 4"], "zig-zag", mf.DataType.Float, backward=False).fd
     assert "fd.ops.ring_attention(t0, t1, t2, 4, is_causal=True, zigzag=True)" in repr(fd)
     assert "runner-up" in fd.bill(alternatives=True).details()

@@ -88,6 +88,7 @@ def test_numbers_are_those_of_torch_and_bits_those_of_copies_outside(name: str) 
     assert torch.equal(found, same)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a gather of columns for a softmax", "a scattered sum of columns", "rows to columns"])
 def test_compiled_kernels_have_the_copies_in_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHFUSE_BACKEND", "inductor")
@@ -129,6 +130,7 @@ def results(compiled: CompiledProgram, made: Sequence[HostProgram], inputs: Sequ
     return list(Simulation(made, torch.device("cpu"), check_streams=True).run(given, 0, 0).values())
 
 
+@pytest.mark.slow
 @settings(max_examples=28)
 @given(definitions(min_ops=3, max_ops=10).flatmap(annotations))
 def test_random_programs_keep_their_orders_and_bits(fd: mf.FusionDefinition) -> None:

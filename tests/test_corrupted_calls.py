@@ -23,6 +23,9 @@ class Number(enum.IntEnum):
     ONE = 1
 
 
+# What is checked are numbers, whatever the plan.
+pytestmark = pytest.mark.usefixtures("planned_once")
+
 MESH = mf.DeviceMesh((2, 2), ("x", "y"))
 OTHER = mf.FusionDefinition().define_tensor([2, 3])
 VALUES: list[Any] = [
@@ -50,10 +53,8 @@ def calls(name: str) -> Iterator[Sample]:
         yield from (corrupted(sample, place, value) for value in (*VALUES, *TYPES))
 
 
-def defined(name: str, sample: Sample, sharded: bool) -> mf.FusionDefinition:
-    """The call on inputs of their own, the first with dims split along its first and last one. Raises the errors of a
-    definition.
-    """
+def defined(name: str, sample: Sample) -> mf.FusionDefinition:
+    """The call on inputs of their own. Raises the errors of a definition."""
     fd = mf.FusionDefinition()
 
     def argument(arg: Any) -> Any:
@@ -64,10 +65,14 @@ def defined(name: str, sample: Sample, sharded: bool) -> mf.FusionDefinition:
     made = fd.call(name, [argument(arg) for arg in sample.args], {k: argument(v) for k, v in sample.kwargs.items()})
     for out in made if isinstance(made, tuple) else (made,):
         fd.add_output(out)
-    first = next((t for t in fd.fusion.inputs() if t.ndim), None)
-    if sharded and first is not None:
-        fd.mesh_split(first, MESH, ["x", *[None] * (first.ndim - 2), "y"] if first.ndim > 1 else [("x", "y")])
     return fd
+
+
+def split(fd: mf.FusionDefinition) -> None:
+    """Annotate the first input with dims, which is split along its first and last one."""
+    first = next((t for t in fd.fusion.inputs() if t.ndim), None)
+    if first is not None:
+        fd.mesh_split(first, MESH, ["x", *[None] * (first.ndim - 2), "y"] if first.ndim > 1 else [("x", "y")])
 
 
 def tensors_of(fd: mf.FusionDefinition, sample: Sample) -> list[torch.Tensor] | None:
@@ -81,30 +86,38 @@ def tensors_of(fd: mf.FusionDefinition, sample: Sample) -> list[torch.Tensor] | 
     return [fill(t, sample.values.get(i), None, made) for i, t in enumerate(types)]
 
 
-def outcome(name: str, sample: Sample, sharded: bool) -> tuple[mf.FusionDefinition, list[torch.Tensor]] | None:
-    """The definition of the call and what it gives, nothing where it would be large; None where it is refused."""
+def definition(name: str, sample: Sample) -> mf.FusionDefinition | None:
+    """The definition of the call; None where it is refused."""
     with refused_in(__file__):
-        fd = defined(name, sample, sharded)
-        given = tensors_of(fd, sample)
-        if given is None:
-            fd.bill()
-            return fd, []
-        return fd, fd.simulate(given)
+        return defined(name, sample)
     return None
 
 
+def outcome(fd: mf.FusionDefinition, sample: Sample) -> list[torch.Tensor] | None:
+    """What a definition gives, nothing where it would be large; None where it is refused."""
+    with refused_in(__file__):
+        given = tensors_of(fd, sample)
+        if given is None:
+            fd.bill()
+            return []
+        return fd.simulate(given)
+    return None
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @pytest.mark.parametrize("name", OPS)
 def test_a_wrong_argument_is_refused_or_means_the_same_on_every_mesh(name: str) -> None:
     for sample in calls(name):
-        said = f"{sample.args} {sample.kwargs}"
-        made, whole = (outcome(name, sample, sharded) for sharded in (True, False))
-        assert (made is None) == (whole is None), said
-        if made is None or whole is None:
+        arguments = f"{sample.args} {sample.kwargs}"
+        fd = definition(name, sample)
+        if fd is None:
             continue
-        (fd, found), (_, expected) = made, whole
-        for a, b, i in zip(found, expected, fd.recording.outputs, strict=False):
-            kind = fd.recording.tensors[i].type
-            assert (tuple(a.shape), str(a.dtype)) == (kind.shape, f"torch.{kind.dtype.value}"), said
+        split(fd)
+        found, expected = outcome(fd, sample), outcome(defined(name, sample), sample)
+        assert (found is None) == (expected is None), arguments
+        for a, b, i in zip(found or (), expected or (), fd.recording.outputs, strict=False):
+            ttype = fd.recording.tensors[i].type
+            assert (tuple(a.shape), str(a.dtype)) == (ttype.shape, f"torch.{ttype.dtype.value}"), arguments
             if name not in references.RANDOM and a.dtype != torch.uint64:
-                torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3, equal_nan=True, msg=said)
+                torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3, equal_nan=True, msg=arguments)

@@ -68,7 +68,7 @@ def test_gathers_scatters_and_all_reduces_take_the_best_known_schedule(n: int, n
 
 
 @given(st.integers(2, 40), st.floats(1, 1e9))
-def test_all_to_alls(n: int, nbytes: float) -> None:
+def test_an_all_to_all_costs_the_cheaper_of_two_algorithms(n: int, nbytes: float) -> None:
     pairwise = sum(SLOW.seconds(1, nbytes / n) for _ in range(n - 1))
     rounds = math.ceil(math.log2(n))
     assert costs.all_to_all(SLOW, n, nbytes) == pytest.approx(min(pairwise, rounds * SLOW.seconds(1, nbytes / 2)))
@@ -95,7 +95,7 @@ def test_computation_takes_the_peak_rate() -> None:
 # meshes -----------------------------------------------------------------------------------------------------------
 
 
-def test_links_of_a_mesh() -> None:
+def test_the_link_of_several_axes_is_the_slowest() -> None:
     mesh = mf.DeviceMesh((2, 4), ("dp", "tp"), links=LINKS)
     assert mesh.links == (SLOW, FAST) and not mesh.uniform
     assert mesh.link(("tp",)) == FAST and mesh.link(("dp", "tp")) == mesh.link(()) == SLOW
@@ -203,7 +203,7 @@ def test_meshes_with_links_are_copied_and_printed_whole(mesh: mf.DeviceMesh, ban
         ([FAST, FAST], "needed a Link"),
     ],
 )
-def test_wrong_links(links: object, text: str) -> None:
+def test_wrong_links_are_errors(links: object, text: str) -> None:
     with pytest.raises(mf.DefinitionError, match=text) as caught:
         mf.DeviceMesh((2, 4), ("dp", "tp"), links=links)  # type: ignore[arg-type]
     assert "test_costs.py" in str(caught.value)
@@ -212,13 +212,13 @@ def test_wrong_links(links: object, text: str) -> None:
 @pytest.mark.parametrize(
     "pair", [(0, 1e-6), (-1, 0), (math.inf, 0), (math.nan, 0), ("1e9", 0), (True, 0), (1e9, -1e-9)]
 )
-def test_wrong_figures_of_a_link(pair: tuple[float, float]) -> None:
+def test_wrong_figures_of_a_link_are_errors(pair: tuple[float, float]) -> None:
     with pytest.raises(mf.DefinitionError, match=r"a link's (bandwidth|latency): found .*, needed .* 0"):
         mf.Link(*pair)
 
 
 @pytest.mark.parametrize("rate", [0, -1.0, math.inf, "fast", True])
-def test_wrong_rate(rate: float) -> None:
+def test_a_wrong_rate_is_an_error(rate: float) -> None:
     with pytest.raises(mf.DefinitionError, match=r"a mesh's flops: found .*, needed operations per second"):
         mf.DeviceMesh((2,), ("tp",), flops=rate)
 
@@ -291,6 +291,7 @@ def test_propagation_puts_the_bytes_on_the_fast_axis(fast: str, slow: str) -> No
     assert bytes_by_axis(conflicting("add", links)).keys() == {fast}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fast", "slow"), [("dp", "tp"), ("tp", "dp")])
 def test_bytes_leave_the_slow_axis_where_that_takes_less_time(fast: str, slow: str) -> None:
     """Either operand may be laid as the other, or both be moved; what the fast axis takes may be more in all."""
@@ -304,6 +305,7 @@ def test_bytes_leave_the_slow_axis_where_that_takes_less_time(fast: str, slow: s
     assert seconds(linked) < seconds(unlinked) if slow in unlinked else linked == unlinked
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.data())
 def test_a_plan_for_the_links_is_no_slower_on_them_than_one_that_counts_bytes(data: st.DataObject) -> None:
@@ -322,6 +324,7 @@ def test_a_plan_for_the_links_is_no_slower_on_them_than_one_that_counts_bytes(da
     check_values(found.steps, shape)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.data())
 def test_values_move_right_on_axes_of_any_speed(data: st.DataObject) -> None:

@@ -1,4 +1,4 @@
-"""Programs deeper than Python's stack, and such in which ops read the one before them twice: planned, run, told of."""
+"""Programs deeper than Python's stack, or in which ops read the one before them twice: planned, run, explained."""
 
 from __future__ import annotations
 
@@ -148,6 +148,7 @@ def reference(program: Callable[..., Any], given: list[torch.Tensor], gradients:
     return torch.autograd.grad((made * made).sum(), leaves) if gradients else [made]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_deep_programs_are_as_torch_computes_them(program: Callable[..., Any], gradients: bool) -> None:

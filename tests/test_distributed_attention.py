@@ -60,6 +60,7 @@ def _attention_reference(inputs: list[torch.Tensor], causal: bool, scale: float 
     return (out.detach(), scores.logsumexp(-1).detach(), *(t.grad for t in leaves))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ATTENTION)
@@ -70,6 +71,7 @@ def test_attention_with_its_sequence_sharded(name: str, causal: bool, ranks: int
     assert_close(found, _attention_reference(inputs, causal), 1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ATTENTION)
@@ -93,6 +95,7 @@ def test_attention_drops_the_same_on_every_mesh() -> None:
         assert_close(other, tuple(runs[0]), 1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forms_forced")
 def test_attention_s_scale_may_be_a_scalar_of_the_definition() -> None:
     shapes, sharded = ATTENTION["one row of q"]

@@ -141,8 +141,14 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", CASES)
+# Every third pair of those that the next test has, too: it takes the form where there is one, this one what costs less.
+CHEAPEST = [
+    (name, spec)
+    for i, (name, case) in enumerate(CASES.items()) for j, spec in enumerate(SPECS) if not case.dims or (i + j) % 3 == 0
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "spec"), CHEAPEST)
 def test_an_op_over_a_sharded_dim_computes_what_torch_does(name: str, spec: str) -> None:
     build, reference, *_ = CASES[name]
     found = defined(build, X, *SPECS[spec]).simulate([X], check_replicas=True)

@@ -35,7 +35,14 @@ def run_forked(folder: Path, script: Path, *words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("page", "name"), [("README.md", "readme.py"), ("docs/context-parallel.md", "ring.py")])
+PAGES = [
+    ("README.md", "readme.py"), ("docs/context-parallel.md", "ring.py"), ("docs/models.md", "models.py"),
+    ("docs/session.md", "session.py"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "name"), PAGES)
 def test_the_example_of_a_page_prints_what_the_page_shows(page: str, name: str, tmp_path: Path) -> None:
     blocks = BLOCK.findall((ROOT / page).read_text())
     code = next(text for kind, text in blocks if kind == "python")
@@ -60,6 +67,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_what_pages_and_docstrings_name_is_there_after_a_plain_import_of_meshfuse() -> None:
     """Modules come first, before a class loads them by the way."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
@@ -88,6 +96,7 @@ def test_public_names_and_variables_are_on_a_page() -> None:
     assert set(table) == set(re.findall(r"MESHFUSE_[A-Z_]+", source)) - passed_on
 
 
+@pytest.mark.slow
 def test_the_tutorial_runs(tmp_path: Path) -> None:
     printed = run_forked(tmp_path, ROOT / "examples/tutorial.py")
     assert printed.count("same as torch: True") == 2
@@ -97,6 +106,17 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
     assert "argument 1" in printed.rsplit("---", 1)[1]
 
 
+@pytest.mark.slow
+def test_the_llama_trains_and_writes_text(tmp_path: Path) -> None:
+    folder = ROOT / "examples/llama"
+    words = "--steps", "2", "--batch", "4", "--checkpoint", str(tmp_path / "saved")
+    first = run_forked(tmp_path, folder / "train.py", "--mesh", "dp=2,tp=2", "--fsdp", *words)
+    again = run_forked(tmp_path, folder / "train.py", "--mesh", "tp=2", *words)
+    assert "step 1: loss 1." in first and "resumed at step 2" in again and "step 3: loss 1." in again
+    assert "The mesh" in run_forked(tmp_path, folder / "generate.py", "--mesh", "tp=2", "--count", "4")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tp=4", "dp=2,tp=2", "sp=4", "tp=3"])
 def test_the_gpt_reads_as_unsharded_torch_does(mesh: str, tmp_path: Path) -> None:
     printed = run_forked(tmp_path, GPT, "--mesh", mesh, "--steps", "2", "--generate", "4")
@@ -106,12 +126,20 @@ def test_the_gpt_reads_as_unsharded_torch_does(mesh: str, tmp_path: Path) -> Non
     assert "In the beginning of t" in printed
 
 
+@pytest.mark.slow
 def test_the_gpt_compiles_for_256_ranks(tmp_path: Path) -> None:
     printed = run_forked(tmp_path, GPT, "--mesh", "dp=32,tp=8", "--batch", "64", "--compile-only")
     assert "256 programs" in printed
     assert "verified together" in printed
 
 
+@pytest.mark.slow
 def test_importing_meshfuse_loads_neither_torch_nor_nvfuser() -> None:
     check = "import sys, meshfuse; print([m for m in ('torch', 'nvfuser_direct', 'numpy') if m in sys.modules])"
     assert run("-c", check).strip() == "[]"
+
+
+def test_the_example_of_a_session_serves_and_survives(tmp_path: Path) -> None:
+    printed = run_forked(tmp_path, ROOT / "examples/session/serve.py")
+    assert printed.startswith("<ProcessSession of 4 workers>\nworker 1 holds (64, 64) of (256, 64)\n")
+    assert "worker 2 raised ValueError: a bug on worker 2" in printed and printed.endswith("still serving\n")

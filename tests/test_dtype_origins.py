@@ -90,7 +90,7 @@ def test_a_promotion_by_another_tensor_is_named() -> None:
     ) in str(e.value)
 
 
-def test_the_whole_chain_of_promotions_is_told_and_long_ones_are_cut() -> None:
+def test_errors_show_the_chain_of_promotions_and_cut_long_ones() -> None:
     with mf.FusionDefinition() as fd:
         x = fd.define_tensor([4], dtype=DataType.Int)
         y = x * 1.5

@@ -36,10 +36,18 @@ def one_rank() -> list[float]:
     return train_mesh.run(_text(), STEPS, fused.parse_mesh("tp=1"), TINY)
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "tp=2,sp=2", "dp=3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=3"])
 def test_the_loss_curve_is_that_of_one_rank(mesh: str, one_rank: list[float]) -> None:
     found = train_mesh.run(_text(), STEPS, fused.parse_mesh(mesh), TINY)
     assert one_rank[-1] < one_rank[0] - 0.5
+    assert found == pytest.approx(one_rank, abs=1e-5, rel=0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("planned_once")
+def test_the_loss_curve_on_two_axes_is_that_of_one_rank(one_rank: list[float]) -> None:
+    found = train_mesh.run(_text(), STEPS, fused.parse_mesh("tp=2,sp=2"), TINY)
     assert found == pytest.approx(one_rank, abs=1e-5, rel=0)
 
 
@@ -61,7 +69,7 @@ def test_the_loss_curve_is_that_of_plain_torch(one_rank: list[float]) -> None:
 
 @pytest.mark.parametrize("program", [run, train_mesh], ids=lambda program: program.__name__)
 @pytest.mark.parametrize("mesh", ["dp=2,tp", "dp=2,dp=2", "pp=2", "dp=0", "dp=-1", "dp=two", "", "dp=2,", "dp==2"])
-def test_a_mesh_that_is_none_is_told_by_the_command_line(
+def test_the_command_line_refuses_a_malformed_mesh(
     program: ModuleType, mesh: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["example", "--mesh", mesh])
@@ -71,7 +79,7 @@ def test_a_mesh_that_is_none_is_told_by_the_command_line(
 
 
 @pytest.mark.parametrize("words", ["--steps 0", "--batch -1", "--batch 1.5"])
-def test_numbers_that_read_nothing_are_told_by_the_command_line(
+def test_the_command_line_refuses_useless_numbers(
     words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["run.py", *words.split()])

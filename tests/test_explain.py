@@ -68,7 +68,7 @@ def test_an_unreduced_sum_and_its_collective() -> None:
     assert f"asked for by output at {HERE}:{where}" in reduction
 
 
-def test_annotated_and_unannotated_inputs() -> None:
+def test_explain_says_whether_an_input_is_annotated() -> None:
     made = Mlp()
     assert any(line.startswith("annotated so at") for line in lines(made.fd.explain(made.w2)))
     with mf.FusionDefinition() as fd:
@@ -106,7 +106,7 @@ def test_an_annotation_that_the_op_does_not_make() -> None:
     assert "asked for by its annotation" in text
 
 
-def test_computed_whole() -> None:
+def test_explain_says_that_an_op_is_computed_whole() -> None:
     with mf.FusionDefinition() as fd:
         x = fd.define_tensor([8, 16])
         y = fd.ops.relu(x)
@@ -116,6 +116,7 @@ def test_computed_whole() -> None:
     assert "there was no other way to compute it" in text
 
 
+@pytest.mark.slow
 def test_computed_whole_from_a_split_operand() -> None:
     """What gathers an operand is not told that none is split."""
     with mf.FusionDefinition() as fd:
@@ -131,7 +132,7 @@ def test_computed_whole_from_a_split_operand() -> None:
     assert "computed whole: no split of t0 is left in it" in text
 
 
-def test_the_table() -> None:
+def test_the_table_has_a_row_for_every_tensor() -> None:
     made = Mlp()
     table = made.fd.explain().splitlines()
     assert table[0] == "on DeviceMesh((2, 4), ('dp', 'tp'))"
@@ -152,7 +153,7 @@ def test_shapes_choose_the_program() -> None:
     assert "Float[6, 16]" in fd.explain(y)
 
 
-def test_a_tensor_of_another_definition() -> None:
+def test_a_tensor_of_another_definition_is_an_error() -> None:
     made = Mlp()
     with pytest.raises(mf.DefinitionError, match=r"explain: found .* of another definition"):
         made.fd.explain(Mlp().x)
@@ -205,7 +206,7 @@ def moved_in_pieces() -> tuple[mf.FusionDefinition, dict[str, mf.TensorView]]:
     return fd, made
 
 
-def test_what_is_moved_in_exact_pieces_is_not_said_to_be_whole() -> None:
+def test_reshards_in_exact_pieces_are_not_called_whole() -> None:
     fd, made = moved_in_pieces()
     planned = fd.compile().planned
     sources = {node.name: c.source for node, c in zip(planned.graph.nodes, planned.choices, strict=True)}

@@ -1,4 +1,4 @@
-"""The words of `explain` and `bill`: who asked for what, alternatives that differ, numbers that can be read."""
+"""The words of `explain` and `bill`: who needs what, alternatives that differ, numbers that can be read."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_outputs_in_nvfuser_mode_are_not_called_annotated() -> None:
     assert entry.needed_by == ("made (t5), an output, left where nvFuser would leave it",)
     assert all("w" in held and ", annotated at" in held for held in entry.held_by)
     assert "no annotation" not in fd.bill(alternatives=True).details()
-    asked = f"asked for by output at {HERE}:{first_line('self.made = made =')}"
-    assert any(asked in line for line in lines(fd.explain(fd.made)))
+    origin = f"asked for by output at {HERE}:{first_line('self.made = made =')}"
+    assert any(origin in line for line in lines(fd.explain(fd.made)))
     for tensor in (fd.made, fd.last):
         found = lines(fd.explain(tensor))
         assert "an output, left where nvFuser would leave it" in found and "annotated so" not in "\n".join(found)
@@ -90,12 +90,12 @@ def trained(annotated: bool) -> tuple[mf.FusionDefinition, mf.TensorView]:
 def test_gradients_lie_as_what_they_are_the_gradients_of(annotated: bool) -> None:
     fd, gradient = trained(annotated)
     line = f"{HERE}:{first_line('fd.mesh_split(w, MESH')}"
-    told = f"laid out as w (t1), whose gradient it is, {f'annotated at {line}' if annotated else 'never annotated'}"
+    message = f"laid out as w (t1), whose gradient it is, {f'annotated at {line}' if annotated else 'never annotated'}"
     found = lines(fd.explain(gradient))
-    assert told in found and not any(text.startswith("annotated so at") for text in found)
+    assert message in found and not any(text.startswith("annotated so at") for text in found)
     reduction = next(e for e in fd.bill().entries if e.tensor == fd.recording.tensors[gradient.id].label)
     assert reduction.why == "output" and reduction.line == str(fd.recording.tensors[gradient.id].line)
-    assert any(text.endswith(told) for text in reduction.needed_by)
+    assert any(text.endswith(message) for text in reduction.needed_by)
 
 
 def test_outputs_that_dtensors_cannot_be_laid_out_as_are_not_called_annotated() -> None:
@@ -104,8 +104,8 @@ def test_outputs_that_dtensors_cannot_be_laid_out_as_are_not_called_annotated() 
         fd.add_output(fd.ops.neg(x))
     graph = fd.compile().graph
     (out,) = graph.outputs
-    asked = graph.annotated({out: mf.Sharding.replicated(MESH, 2)}, "an output, laid out as DTensors can be")
-    assert asked.brought_for(out) == "output"
+    origin = graph.annotated({out: mf.Sharding.replicated(MESH, 2)}, "an output, laid out as DTensors can be")
+    assert origin.brought_for(out) == "output"
 
 
 # alternatives
@@ -118,6 +118,7 @@ def alternatives(text: str) -> list[tuple[str, str]]:
     return [(taken.group(1), other.group(1))] if taken and other else []
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(definitions((), open_sizes=True).flatmap(annotations))
 def test_an_alternative_is_another_one(fd: mf.FusionDefinition) -> None:
@@ -141,8 +142,8 @@ def repeated() -> tuple[mf.FusionDefinition, mf.TensorView]:
 
 def test_an_alternative_that_follows_the_same_operand_says_what_else_is_different() -> None:
     fd, _ = repeated()
-    told = [pair for i in range(len(fd.recording.tensors)) for pair in alternatives(explain_tensor(fd.compile(), i))]
-    assert told and all(taken != other for taken, other in told)
+    message = [pair for i in range(len(fd.recording.tensors)) for pair in alternatives(explain_tensor(fd.compile(), i))]
+    assert message and all(taken != other for taken, other in message)
 
 
 def test_equal_alternatives_are_called_equal() -> None:
@@ -187,7 +188,7 @@ def test_no_number_has_an_exponent(value: float) -> None:
         assert not EXPONENT.search(write(value))
 
 
-def test_a_long_program_is_told_in_milliseconds() -> None:
+def test_a_long_program_is_explained_in_milliseconds() -> None:
     with mf.FusionDefinition() as fd:
         x, w = fd.define_tensor([32768, 8192]), fd.define_tensor([8192, 8192])
         y = fd.ops.linear(x, w)

@@ -104,6 +104,7 @@ def deep(rows: int) -> mf.FusionDefinition:
     return fd
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [0, 30_000])
 def test_what_plannings_leave_behind_is_little(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """A program holds its plan; tables of planning are dropped once they hold so much, whichever module has them."""
@@ -144,6 +145,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 def test_an_interpreter_ends_without_what_planning_kept_and_with_all_that_the_script_is_owed(tmp_path: Path) -> None:
     """Else the collector looks through it three times: 4 seconds after 8 of planning."""
     written = tmp_path / "file"

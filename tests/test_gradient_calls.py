@@ -1,4 +1,4 @@
-"""Calls of `fd.grad`: what they give for what they are asked for, and what they refuse."""
+"""Calls of `fd.grad`: what they return, and which are errors."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda f: f.__name__.strip("_"))
-def test_what_has_no_gradient_is_said_with_the_line(refused: Callable[[], Any]) -> None:
+def test_a_missing_derivative_is_an_error_with_the_line(refused: Callable[[], Any]) -> None:
     pattern = (
         re.escape(REFUSED[refused]).replace(r"x\ \(t0\)", r"(x \(t0\)|t0)").replace(r"y\ \(t1\)", r"(y \(t1\)|t1)")
     )

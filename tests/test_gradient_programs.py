@@ -159,6 +159,7 @@ def test_they_are_the_same_however_the_inputs_are_sharded(name: str, mesh: str) 
         _assert_close(fd.simulate(PROGRAMS[name][2], check_replicas=True), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "block", "language model"])
 def test_gradients_annotated_like_their_primals(name: str) -> None:
     """Every weight and its gradient in shards of dim 0 (FSDP), the batch sharded too."""
@@ -235,11 +236,13 @@ def test_a_gradient_of_an_input_that_may_lie_on_either_of_two_meshes_is_free() -
     assert list(fd.recording.annotations) == [0, 2]
 
 
+@pytest.mark.slow
 def test_tensor_parallel_backward_is_one_all_reduce() -> None:
     fd, _ = _sharded_mlp([None, None, None], False)
     assert _collectives(fd) == {"all-reduce": 2}
 
 
+@pytest.mark.slow
 def test_sequence_parallel_backward_gathers_and_reduce_scatters() -> None:
     """The transpose of a gather is an unreduced sum: forward and backward each gather and reduce-scatter."""
     fd, _ = _sharded_mlp([None, "tp", None], True)

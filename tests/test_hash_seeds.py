@@ -85,6 +85,7 @@ def lines_under(salt: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_programs_are_the_same_in_processes_that_hash_otherwise() -> None:
     """Of so many sets two processes have some in other orders, as a third would."""
     first, other = map(lines_under, SALTS)
@@ -92,8 +93,8 @@ def test_programs_are_the_same_in_processes_that_hash_otherwise() -> None:
     assert other == first
 
 
-def test_ranks_that_reduce_in_another_order_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digest that ranks compare before they run tells of the order of steps."""
+def test_ranks_that_reduce_in_another_order_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest that ranks compare before they run covers the order of steps."""
 
     def turned(resharded: ReshardedDefinition) -> ReshardedDefinition:
         statements = list(bucket_collectives(resharded).statements)

@@ -374,6 +374,7 @@ def sends_first(program: HostProgram) -> HostProgram:
     return with_body(program, body)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(definitions(min_ops=3, max_ops=8).flatmap(annotations), st.data())
 def test_no_instruction_of_any_program_is_idle(fd: mf.FusionDefinition, data: st.DataObject) -> None:
@@ -387,6 +388,7 @@ def test_no_instruction_of_any_program_is_idle(fd: mf.FusionDefinition, data: st
             verify(with_body(program, [*program.instructions[:place], *program.instructions[place + 1 :]]))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(definitions(("shapes", "pointwise"), open_sizes=False).flatmap(annotations))
 def test_no_collective_is_issued_in_which_nothing_travels(fd: mf.FusionDefinition) -> None:

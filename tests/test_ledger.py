@@ -23,6 +23,8 @@ from meshfuse.compiler import CompiledProgram
 from meshfuse.host_ir import HostProgram
 from meshfuse.lowering.instructions import Instruction, Kernel
 
+pytestmark = pytest.mark.slow
+
 AT_ONCE = 10
 MESH = mf.DeviceMesh((4,), ("tp",))
 INSTRUCTIONS = (*get_args(Instruction), Kernel)
@@ -154,7 +156,7 @@ def test_a_difference_says_what_changed_in_which_program() -> None:
     assert changed(held="b") == "some/program: inputs or outputs lie elsewhere"
 
 
-def test_programs_that_are_new_or_gone_are_told() -> None:
+def test_new_and_missing_programs_are_reported() -> None:
     assert book.difference("a/b", None, base()) == "a/b: not in the ledger"
     assert book.difference("a/b", base(), None) == "a/b: no such program any more"
     with pytest.raises(AssertionError, match=r"no/program: not in the ledger\n.*`make ledger` writes the new ones"):

@@ -98,6 +98,7 @@ def test_equal_shardings_are_one_object_whoever_makes_them_at_once() -> None:
     assert all(len(set(map(id, same))) == 1 for same in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 def test_compiled_segments_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those used last are kept, and shared by equal kernels."""
     made = list[str]()

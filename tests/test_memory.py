@@ -80,6 +80,7 @@ def sequence_parallel(**bounds: Any) -> mf.FusionDefinition:
     return fd
 
 
+@pytest.mark.slow
 def test_what_an_op_made_is_kept_in_parts_and_gathered_again():
     """Rows that a product needs whole, in the forward and for its weight's gradient."""
     free = sequence_parallel()
@@ -91,6 +92,7 @@ def test_what_an_op_made_is_kept_in_parts_and_gathered_again():
     assert_same_as_unsharded(fd, inputs_for(fd))
 
 
+@pytest.mark.slow
 def test_without_a_limit_a_weight_is_gathered_once():
     assert gathers(fsdp()) == LAYERS
 
@@ -110,6 +112,7 @@ def test_the_numbers_are_those_of_unsharded_torch():
     assert_same_as_unsharded(fd, inputs_for(fd))
 
 
+@pytest.mark.slow
 def test_no_more_is_gathered_again_than_the_limit_asks():
     """Of layers that are all alike one weight after the other is given up, and none of those that do not help."""
     free = fsdp().memory().peak
@@ -127,6 +130,7 @@ def ran(fd: mf.FusionDefinition) -> ReshardedDefinition:
     return replace(fd.latest().resharded, statements=tuple(statements))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", range(0, 8, 2))
 def test_the_limit_is_kept_by_what_runs(saved: int):
     """Also by small gathers, which would otherwise come together, and the sums of gradients, which would come last."""
@@ -136,6 +140,7 @@ def test_the_limit_is_kept_by_what_runs(saved: int):
     assert (gathers(fd) > 8) == (saved > 0)
 
 
+@pytest.mark.slow
 def test_communications_ahead_of_their_need_keep_to_what_is_left():
     free = fsdp().compile()
     limit = fsdp().memory().peak + 1000
@@ -158,6 +163,7 @@ def test_a_limit_that_is_kept_warns_of_nothing():
         fsdp(max_memory=1e9).compile()
 
 
+@pytest.mark.slow
 def test_the_limit_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MESHFUSE_MAX_MEMORY", str(fsdp().memory().peak - 1))
     assert gathers(fsdp()) > LAYERS
@@ -167,12 +173,12 @@ def test_the_limit_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("wrong", ["x", -1, float("nan"), True, [1]])
-def test_a_wrong_limit(wrong: Any):
+def test_a_wrong_limit_is_an_error(wrong: Any):
     with pytest.raises(mf.DefinitionError, match=r"max_memory: found .*, needed bytes per rank"):
         mf.FusionDefinition(max_memory=wrong)
 
 
-def test_memory_by_hand():
+def test_the_peak_is_the_one_counted_by_hand():
     """Arguments all the time, results to the end, what is between as long as it is read; views take nothing."""
     mesh = mf.DeviceMesh([0, 1], ("dp",))
     with mf.FusionDefinition() as fd:
@@ -300,6 +306,7 @@ def ops_of(resharded: ReshardedDefinition) -> list[int]:
     return [statement.node for statement in resharded.statements if statement.node is not None]
 
 
+@pytest.mark.slow
 def test_whatever_is_dropped_the_numbers_are_right():
     """Nothing is read that was dropped, and what is made again is what it was."""
     more: list[int] = []
@@ -322,13 +329,15 @@ def test_whatever_is_dropped_the_numbers_are_right():
     assert sum(n > 0 for n in more) > len(more) / 10, "the programs tried hardly ever move anything again"
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(PROGRAMS)
-def test_what_is_told_is_of_what_runs(fd: mf.FusionDefinition):
-    told = fd.memory(*shapes_for(fd)).peak
-    assert fd.latest().graph.streams or told == peak(ran(fd)).nbytes
+def test_the_modelled_memory_is_that_of_the_program_that_runs(fd: mf.FusionDefinition):
+    modelled = fd.memory(*shapes_for(fd)).peak
+    assert fd.latest().graph.streams or modelled == peak(ran(fd)).nbytes
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(PROGRAMS, st.sampled_from([0.0, 0.6, 0.8, 0.95]))
 def test_no_peak_gets_higher(fd: mf.FusionDefinition, part: float):

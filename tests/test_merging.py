@@ -54,6 +54,7 @@ def names(compiled: CompiledProgram) -> list[str]:
 SPECS = st.sampled_from([[None, "a"], ["a", "b"], [None, ["a", "b"]], ["b", "a"]])
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.tuples(st.integers(1, 5), st.integers(1, 13)), st.integers(1, 4), st.integers(1, 3), SPECS, st.booleans())
 def test_the_results_are_torchs_on_any_mesh(shape, a, b, spec, grad):

@@ -44,12 +44,12 @@ def test_ways_are_the_shortest_that_a_search_finds(graph: tuple[list[list[int]],
 
 
 def test_places_are_looked_at_once_however_deep() -> None:
-    asked: list[int] = []
+    visited: list[int] = []
 
     def steps(place: tuple[int, int | None]) -> list[tuple[int, int | None]]:
-        asked.append(place[0])
+        visited.append(place[0])
         return [(place[0] - 1, 0)] * (place[0] > 0)
 
     ways = Ways(steps, lambda tensor: tensor == 0)
     assert [ways.of((i, 0)).length for i in (50_000, 49_999, 50_000, 7)] == [50_000, 49_999, 50_000, 7]
-    assert len(asked) <= 3 * 50_000  # going in, coming back, and to see which is nearest
+    assert len(visited) <= 3 * 50_000  # going in, coming back, and to see which is nearest

@@ -78,7 +78,7 @@ CASES = [(name, place) for name, (good, _) in CALLS.items() for place in range(l
 
 
 @pytest.mark.parametrize(("name", "place"), CASES)
-def test_a_bad_value_among_good_ones(name: str, place: int) -> None:
+def test_a_bad_value_among_good_ones_is_an_error_or_changes_no_number(name: str, place: int) -> None:
     good, call = CALLS[name]
     for value in BAD:
         fd, x, y = defined()
@@ -232,7 +232,7 @@ ASKED: dict[str, Callable[[Rows], Any]] = {
 
 
 @pytest.mark.parametrize("first", ASKED)
-def test_a_definition_by_methods_is_defined_before_whatever_is_asked_first(first: str) -> None:
+def test_a_definition_by_methods_is_complete_at_any_first_question(first: str) -> None:
     fd = Rows()
     ASKED[first](fd)
     torch.testing.assert_close(fd.simulate([X])[0], X.exp().sum(0))

@@ -59,6 +59,7 @@ from nvfuser_direct import *
 """
 
 
+@pytest.mark.slow
 def test_imports_as_in_nvidias_files_after_a_plain_import_of_meshfuse() -> None:
     """As README shows, which has no `import meshfuse.nvfuser_direct`."""
     paths = [path for path in USED if isinstance(at(path.rpartition(".")[0]), types.ModuleType)]

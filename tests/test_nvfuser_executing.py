@@ -165,9 +165,9 @@ ASKED: dict[str, Callable[[FusionDefinition], Any]] = {
 @pytest.mark.parametrize("name", ASKED)
 def test_a_definition_answers_alike_where_a_cache_runs_it(name: str) -> None:
     cache = nvfuser.LRUCache(max_fusions=4)
-    asked = ASKED[name]
-    wanted = asked(nvfuser_relu())
-    assert [asked(cached(nvfuser_relu(), cache)) for _ in range(2)] == [wanted, wanted]
+    question = ASKED[name]
+    wanted = question(nvfuser_relu())
+    assert [question(cached(nvfuser_relu(), cache)) for _ in range(2)] == [wanted, wanted]
     assert cache.num_fusions() == 1
 
 
@@ -261,15 +261,15 @@ UNFIT: dict[str, tuple[Callable[..., Any], list[list[int]], list[tuple[int, ...]
 @pytest.mark.parametrize("name", UNFIT)
 @pytest.mark.parametrize("call", ["execute", "simulate", "__call__"])
 @pytest.mark.parametrize("front", [mf, nvfuser])
-def test_sizes_that_do_not_fit_are_told_when_the_definition_is_called(front: Any, call: str, name: str) -> None:
+def test_sizes_that_do_not_fit_are_an_error_at_the_call(front: Any, call: str, name: str) -> None:
     """Before anything is computed, with the arguments whose sizes the definition leaves open."""
-    make, shapes, given, said = UNFIT[name]
+    make, shapes, given, message = UNFIT[name]
     with front.FusionDefinition() as fd:
         x = fd.define_tensor(shapes[0])
         y = fd.define_tensor(shapes[1])
         fd.add_output(make(fd, x, y))
     arguments = [torch.ones(shape) for shape in given]
-    with pytest.raises(mf.ArgumentError, match=said) as caught:
+    with pytest.raises(mf.ArgumentError, match=message) as caught:
         getattr(fd, call)(*(arguments if call == "__call__" else [arguments]))
     assert "(at test_nvfuser_executing.py:" in str(caught.value) and isinstance(caught.value, mf.DefinitionError)
 

@@ -70,12 +70,12 @@ def raising(text: str) -> Any:
 
 
 def refused(native: Body) -> str:
-    with pytest.raises(Unsupported) as told:
+    with pytest.raises(Unsupported) as caught:
         launched(lambda x: [x + 1], native, torch.rand(2, 3))
-    return str(told.value)
+    return str(caught.value)
 
 
-def test_what_does_not_run_is_told() -> None:
+def test_an_error_of_nvfuser_is_refused_in_one_line() -> None:
     def failing(x: torch.Tensor) -> Any:
         raise RuntimeError("INTERNAL ASSERT FAILED at x.cpp\nno scheduler takes this\n\nException raised from y")
 

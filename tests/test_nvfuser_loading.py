@@ -18,6 +18,7 @@ assert not [name for name in sys.modules if name.partition(".")[0] in {unwanted!
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [("meshfuse", ("torch", "nvfuser_direct")), ("meshfuse.backends.nvfuser", ("nvfuser_direct",))],
@@ -45,12 +46,12 @@ def _refusal() -> str:
     return str(caught.value)
 
 
-def test_a_python_without_wheels(fitting: pytest.MonkeyPatch) -> None:
+def test_a_python_without_wheels_is_refused(fitting: pytest.MonkeyPatch) -> None:
     fitting.setattr(loading.sys, "version_info", (3, 11, 4))
     assert "needed Python 3.10 or 3.12. Install torch 2.10 with nvfuser-cu128-torch210" in _refusal()
 
 
-def test_another_torch(fitting: pytest.MonkeyPatch) -> None:
+def test_another_torch_is_refused(fitting: pytest.MonkeyPatch) -> None:
     fitting.setattr(loading, "_torch_version", lambda: "2.13.0+cpu")
     fitting.setattr(loading, "_torch_cuda", lambda: "")
     assert "found torch 2.13.0+cpu, needed torch 2.10" in _refusal()
@@ -84,8 +85,8 @@ def test_the_next_torch_with_the_wheel_before_its_own(fitting: pytest.MonkeyPatc
     fitting.setattr(loading, "_torch_version", lambda: "2.11.0+cu130")
     fitting.setattr(loading, "_torch_cuda", lambda: cuda)
     fitting.setitem(sys.modules, "nvfuser_direct", None)
-    said = _refusal()
-    assert refused in said and ("LD_PRELOAD" in said) == ("cannot" in refused)
+    message = _refusal()
+    assert refused in message and ("LD_PRELOAD" in message) == ("cannot" in refused)
     fitting.setitem(sys.modules, "nvfuser_direct", module := type(sys)("nvfuser_direct"))
     module.__version__ = "0.2.36+git7e04d26"  # type: ignore[attr-defined]
     if cuda == "13.0":
@@ -94,19 +95,19 @@ def test_the_next_torch_with_the_wheel_before_its_own(fitting: pytest.MonkeyPatc
         assert refused in _refusal()
 
 
-def test_another_machine(fitting: pytest.MonkeyPatch) -> None:
+def test_another_machine_is_refused(fitting: pytest.MonkeyPatch) -> None:
     fitting.setattr(platform, "machine", lambda: "aarch64")
     assert "found linux aarch64, needed Linux x86_64" in _refusal()
 
 
-def test_not_installed(fitting: pytest.MonkeyPatch) -> None:
+def test_a_missing_nvfuser_is_refused(fitting: pytest.MonkeyPatch) -> None:
     fitting.setitem(sys.modules, "nvfuser_direct", None)
     fitting.setattr(loading, "_torch_cuda", lambda: "13.0")
     assert "cannot be imported" in _refusal()
     assert "nvfuser-cu130-torch210" in _refusal()
 
 
-def test_another_version(fitting: pytest.MonkeyPatch) -> None:
+def test_another_version_of_nvfuser_is_refused(fitting: pytest.MonkeyPatch) -> None:
     other = type(sys)("nvfuser_direct")
     other.__version__ = "0.2.20+git0"  # type: ignore[attr-defined]
     fitting.setitem(sys.modules, "nvfuser_direct", other)

@@ -129,7 +129,7 @@ PROGRAMS: dict[str, tuple[Define, list[Any], Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs(name: str) -> None:
+def test_programs_compute_what_torch_does(name: str) -> None:
     define, inputs, reference = PROGRAMS[name]
     fd = made(define)
     wanted = reference(*inputs)

@@ -1,4 +1,4 @@
-"""Schedules in nvFuser's words: what is asked about kernels, and what is done to their copies."""
+"""Schedules in nvFuser's words: questions about kernels, and changes of their copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshfuse.nvfuser_direct`: its names, the forms and the names of arguments, and what is asked of a device."""
+"""`meshfuse.nvfuser_direct`: its names, the forms and the names of arguments, and the properties of a device."""
 
 from __future__ import annotations
 
@@ -76,6 +76,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_the_package_under_nvfusers_own_name() -> None:
     """Submodules are the same modules: classes exist once."""
     done = subprocess.run([sys.executable, "-c", ALIASED], capture_output=True, text=True, timeout=120)
@@ -92,7 +93,7 @@ def test_the_package_under_nvfusers_own_name() -> None:
         (torch.arange(4).reshape(2, 1, 2), "DeviceMesh{{{0 1}}{{2 3}}}", (2, 1, 2)),
     ],
 )
-def test_meshes(devices: Any, text: str, shape: tuple[int, ...]) -> None:
+def test_meshes_read_as_nvfusers(devices: Any, text: str, shape: tuple[int, ...]) -> None:
     mesh = NVMesh(devices)
     assert (repr(mesh), str(mesh), mesh.shape) == (text, text, shape)
     assert mesh.size == torch.Size(shape).numel()

@@ -56,7 +56,7 @@ def test_every_op_is_defined_again(name: str) -> None:
         ]
 
 
-def test_inputs_say_all_that_was_said_of_them() -> None:
+def test_inputs_print_with_all_their_options() -> None:
     def define(fd: FusionDefinition) -> None:
         fd.define_tensor([-1, 1, 4])
         fd.define_tensor(shape=[-1, 1], contiguity=True, dtype=DataType.Half, is_cpu=True)
@@ -218,6 +218,6 @@ def test_reductions_take_the_older_spelling_of_keepdim(name: str) -> None:
     x = fd.define_tensor([2, 3])
     found = (getattr(fd.ops, name)(x, dims=[1], **{spelled: True}) for spelled in ("keep_dim", "keepdim"))
     old, new = ([tv.type for tv in (made if isinstance(made, tuple) else (made,))] for made in found)
-    assert old == new and all(kind.shape == (2, 1) for kind in old)
+    assert old == new and all(ttype.shape == (2, 1) for ttype in old)
     with pytest.raises(mf.DefinitionError, match="'keep_dim' is given twice"):
         getattr(fd.ops, name)(x, dims=[1], keepdim=True, keep_dim=True)

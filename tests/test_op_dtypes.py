@@ -95,7 +95,7 @@ KINDS = [mf.DataType[name] for name in ("Double", "Float", "Half", "Int", "Int32
 
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("name", ["sum", "prod"])
-def test_a_reduction_gives_the_type_that_is_asked_for(name: str, dtype: mf.DataType) -> None:
+def test_a_reduction_gives_the_requested_dtype(name: str, dtype: mf.DataType) -> None:
     """torch's own prod gives Int for every integer type."""
     fd = mf.FusionDefinition()
     x = fd.define_tensor([3, 4])

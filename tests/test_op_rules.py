@@ -4,7 +4,8 @@ operands.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from attention_references import ATTENTION, GRADIENTS, attention, attention_bwd,
 from meshfuse.errors import KernelError
 from meshfuse.host_ir import sums_in_new_memory
 from meshfuse.ops import OPS
+from meshfuse.ops.local import LocalCall
 from meshfuse.ops.opdef import Call
 from meshfuse.testing import check_op, parts
+from meshfuse.testing.calls import names_of
 from meshfuse.testing.cases import factor_cases
-from op_harness import SALT, argument, make_call, operands_of, sample_ids, whole
+from op_harness import SALT, argument, make_call, operands_of, run_lowering, sample_ids, whole
 
 SAMPLES = sample_ids()
 RUNNABLE = [pair for pair in SAMPLES if pair[0] not in references.NVIDIA_ONLY]
@@ -39,17 +42,21 @@ def _sampled(name: str, place: int) -> tuple[Call, list[torch.Tensor]]:
 def _save_forward(call: Call, operands: list[torch.Tensor]) -> None:
     """The output and log-sum-exp that the backward pass is given are those of its own forward pass."""
     inputs = [t.double() for t in operands[1:4]]
-    mask, causal, scale, kept = _options(call, operands)
-    out, lse = attention([*inputs, None, mask], causal, scale, kept)
+    added, causal, scale, kept = _options(call, operands)
+    out, lse = attention([*inputs, *added], causal, scale, kept)
     operands[4], operands[5] = out.float(), lse.float()
 
 
 def _options(call: Call, operands: list[torch.Tensor]) -> tuple[Any, Any, Any, Any]:
-    """Mask, causal, scale and dropout's factors of an op that gives gradients of attention."""
+    """(bias, mask), causal, scale and dropout's factors of an op that gives gradients of attention."""
+    bias, mask = (None if call[name] is None else operands[call[name].id] for name in ("bias", "mask"))
+    if mask is not None and mask.dtype != torch.bool:
+        bias, mask = mask.double() if bias is None else bias + mask, None
+    bias = bias if bias is None else bias.double()
     if "ring" not in call.op.places:
-        return None, call["is_causal"], call["scale"], _kept(call, operands, operands[2])
-    mask = seen_in_ring(operands[1].shape[-2], call["ring"], call["is_causal"], call["zigzag"])
-    return mask, False, call["scale"], None
+        return (bias, mask), call["is_causal"], call["scale"], _kept(call, operands, operands[2])
+    seen = seen_in_ring(operands[1].shape[-2], call["ring"], call["is_causal"], call["zigzag"], mask)
+    return (bias, seen), False, call["scale"], None
 
 
 def _kept(call: Call, operands: list[torch.Tensor], key: torch.Tensor) -> torch.Tensor | None:
@@ -73,7 +80,7 @@ def _reference(call: Call, operands: list[torch.Tensor]) -> list[torch.Tensor]:
     wide = [_wide(t) for t in operands]
     if call.op.name in GRADIENTS:
         more = "grad_logsumexp" in call.op.places and call["grad_logsumexp"] is not None
-        grad_lse = wide[-1] if more else None
+        grad_lse = wide[call["grad_logsumexp"].id] if more else None
         gradients = attention_bwd(wide[:4], *_options(call, operands), grad_lse)
         return list(gradients[GRADIENTS[call.op.name]])
     args = [argument(arg, wide) for arg in call.args]
@@ -102,8 +109,8 @@ def _tolerance(call: Call) -> float:
 def test_an_op_on_one_rank_computes_what_torch_does_in_float64(name: str, place: int) -> None:
     call, operands = _sampled(name, place)
     found = whole(call, operands)
-    for tensor, kind in zip(found, call.results, strict=True):
-        assert (tuple(tensor.shape), tensor.dtype) == (kind.shape, getattr(torch, kind.dtype.value))
+    for tensor, ttype in zip(found, call.results, strict=True):
+        assert (tuple(tensor.shape), tensor.dtype) == (ttype.shape, getattr(torch, ttype.dtype.value))
     _assert_equal(found, _reference(call, operands), _tolerance(call))
 
 
@@ -150,18 +157,38 @@ def test_a_sum_that_is_reduced_in_place_shares_no_memory_with_operands(
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in RUNNABLE}))
 def test_the_default_device_makes_no_difference(name: str) -> None:
-    """Whole, and on shards: what an op makes beside its operands is where these are."""
+    """Whole, and on shards: what an op makes beside its operands is where these are. Every text that differs from
+    others by more than numbers is run, on a first and a last rank.
+    """
+    texts: set[str] = set()
     for sample in OPS[name].samples():
         call = make_call(OPS[name], sample)
         operands = operands_of(call, sample)
-        cases = list(factor_cases(OPS[name], sample))
-        ways = [parts.Sharded(call, case.mesh, case.layouts) for case in cases[:: max(len(cases) // 6, 1)]]
-        wanted = [whole(call, operands), *(way.run(operands) for way in ways)]
-        with torch.device("meta"):
-            found = [whole(call, operands), *(way.run(operands) for way in ways)]
-        for a, b in zip(found, wanted, strict=True):
-            assert (a is None) == (b is None)
-            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        _assert_same_on_meta(lambda call=call, operands=operands: whole(call, operands))
+        for case in factor_cases(OPS[name], sample):
+            for local, cut in _local_calls(parts.Sharded(call, case.mesh, case.layouts), operands, texts):
+                _assert_same_on_meta(lambda local=local, cut=cut: run_lowering(local, cut))
+
+
+def _local_calls(
+    sharded: parts.Sharded, operands: list[torch.Tensor], texts: set[str]
+) -> Iterator[tuple[LocalCall, list[torch.Tensor]]]:
+    """The first and the last rank's call with its operands, where its text is none of `texts`, to which it is added."""
+    shardings = sharded.shardings()
+    for rank in {sharded.ranks[0], sharded.ranks[-1]} if shardings is not None else ():
+        local = LocalCall(sharded.call, names_of(sharded.call), *shardings, rank, number=SALT)
+        results = [f"out{i}" for i in range(len(shardings[1]))]
+        text = re.sub(r"\d+", "0", "\n".join(local.statements(results)))
+        if text not in texts:
+            texts.add(text)
+            yield local, sharded._cut(operands, rank)
+
+
+def _assert_same_on_meta(run: Callable[[], list[torch.Tensor]]) -> None:
+    wanted = run()
+    with torch.device("meta"):
+        found = run()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_every_op_has_samples_and_a_reference() -> None:

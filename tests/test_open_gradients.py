@@ -1,4 +1,4 @@
-"""Gradients where the definition leaves sizes open: what only a call tells, as that a dim was broadcast, against torch.
+"""Gradients where the definition leaves sizes open: what only a call shows, as that a dim was broadcast, against torch.
 
 (test_gradients.py has every sample of every op with its sizes open.)
 """
@@ -15,6 +15,9 @@ import torch.nn.functional as F
 import meshfuse as mf
 from meshfuse.testing import inputs_for
 from meshfuse.testing.examples import Example, examples_of
+
+# What is checked are numbers, whatever the plan.
+pytestmark = pytest.mark.usefixtures("planned_once")
 
 DOUBLE = mf.DataType.Double
 Case = tuple[Callable[..., Any], Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]
@@ -181,7 +184,7 @@ GIVEN: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("is_open", [True, False], ids=["open", "known"])
 @pytest.mark.parametrize("name", GIVEN)
 def test_a_gradient_that_is_given_has_the_shape_of_its_output(name: str, is_open: bool) -> None:
-    """Where only a call tells its sizes too: else the gradient would be of another shape, or of some elements."""
+    """Also where only a call has its sizes: else the gradient would be of another shape, or of some elements."""
     fd, mesh = mf.FusionDefinition(), mf.DeviceMesh((2,), ("x",))
     x = fd.define_tensor([-1, -1] if is_open else [3, 4], dtype=DOUBLE)
     y = GIVEN[name](fd.ops, x)

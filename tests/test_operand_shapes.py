@@ -55,7 +55,7 @@ def refused_or_right(name: str, sample: Sample) -> None:
         made = whole(call, operands_of(call, sample))
     except IndexOutOfRange:
         return  # The sample's indices are those of its own shape.
-    assert [tuple(t.shape) for t in made] == [kind.shape for kind in call.results], (sample.args, sample.kwargs)
+    assert [tuple(t.shape) for t in made] == [ttype.shape for ttype in call.results], (sample.args, sample.kwargs)
 
 
 @pytest.mark.parametrize(("name", "place"), RUNNABLE)

@@ -125,13 +125,13 @@ def test_a_dtype_in_the_place_of_contiguity_is_not_passed_over() -> None:
         fd.define_tensor([8, 16], contiguity)
 
 
-def test_a_tensor_of_numbers_as_a_shape_is_told_without_its_numbers() -> None:
+def test_a_tensor_as_a_shape_is_shown_without_its_elements() -> None:
     told = error(lambda fd, x: fd.define_tensor(torch.ones(8, 16)))
     assert told.startswith("define_tensor: shape: found a Tensor of shape [8, 16], needed a list of ints >= -1")
     assert "fd.from_pytorch takes an example tensor" in told
 
 
-def test_a_list_of_all_arguments_is_told_to_be_passed_one_by_one() -> None:
+def test_a_list_of_all_arguments_is_an_error_that_says_to_unpack_it() -> None:
     fd = mf.FusionDefinition()
     x, y = fd.define_tensor([8]), fd.define_tensor([8])
     fd.add_output(x + y)

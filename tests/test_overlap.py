@@ -44,6 +44,7 @@ def test_any_cut_gives_the_same_numbers(program: str, ask: str, rows: int, ranks
     check(make(rows, ranks, ASKS[ask](chunks)), reference)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(definitions(min_ops=3, max_ops=10).flatmap(annotations), st.data())
 def test_any_tensor_of_any_program_may_be_cut(fd: mf.FusionDefinition, data: st.DataObject) -> None:
@@ -208,8 +209,8 @@ def test_products_of_any_rank_are_written_into_parts_of_the_result(
 
 def test_an_op_that_needs_the_dim_whole_runs_whole_and_says_why() -> None:
     fd = defined([(4, 6)], lambda fd, x: fd.ops.argsort(x, 0), lambda fd, x, y: fd.overlap(y, 2, dim=0))
-    said = str(fd.compile().segmented.overlapped)
-    assert "not chunked, as argsort needs dim 0 whole" in said
+    text = str(fd.compile().segmented.overlapped)
+    assert "not chunked, as argsort needs dim 0 whole" in text
     assert "not chunked" in fd.explain(TensorView(fd, TensorRef(1)))
 
 

@@ -25,8 +25,7 @@ from meshfuse.rewrites.split_concats import Parted
 from meshfuse.sharding.layout import Split
 from meshfuse.testing import assert_same_as_unsharded, definitions, inputs_for
 from meshfuse.testing.check import assert_close, tolerance_of
-from meshfuse.testing.concat_distributive import concat_problem, evaluated, on_parts
-from op_harness import sample_ids
+from meshfuse.testing.concat_distributive import evaluated, on_parts
 
 T = mf.TensorView
 N = 8
@@ -36,16 +35,7 @@ B, H, S, D = 2, 4, 64, 16
 NEW = 3
 
 
-# `OpDef.concat_distributive` against the op's lowering (`check_op` does it, too), and what is read then.
-
-
-CONCAT_DISTRIBUTIVE = [(name, place) for name, place in sample_ids() if OPS[name].concat_distributive]
-
-
-@pytest.mark.parametrize(("name", "place"), CONCAT_DISTRIBUTIVE)
-def test_an_op_on_parts_is_the_op(name: str, place: int) -> None:
-    sample = OPS[name].samples()[place]
-    assert concat_problem(OPS[name], sample) is None
+# What is read where `OpDef.concat_distributive` is used; `check_op` compares it with the op's lowering.
 
 
 @pytest.mark.parametrize(
@@ -88,6 +78,7 @@ def is_followed(graph: Graph) -> bool:
     return len(graph.nodes) > 1 and graph.nodes[0].name != "cat"
 
 
+@pytest.mark.slow
 @pytest.mark.fuzz
 def test_random_programs_on_parts_are_the_programs() -> None:
     followed = []
@@ -234,6 +225,7 @@ def defined(program: Callable[[mf.FusionDefinition], T]) -> mf.FusionDefinition:
     return fd
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", LEAST, ids=lambda program: program.__name__)
 def test_sums_over_parts_move_the_least(program: Callable[[mf.FusionDefinition], T]) -> None:
     fd = defined(program)
@@ -241,6 +233,7 @@ def test_sums_over_parts_move_the_least(program: Callable[[mf.FusionDefinition],
     assert_same_as_unsharded(fd, random_inputs(fd))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", LEAST, ids=lambda program: program.__name__)
 def test_gradients_through_parts(program: Callable[[mf.FusionDefinition], T]) -> None:
     """No part moves: a gradient is cut where they were put together. What is as large as the result moves twice."""
@@ -297,6 +290,7 @@ def layers(count: int, search: str | None = None) -> mf.FusionDefinition:
     return fd
 
 
+@pytest.mark.slow
 def test_so_do_many_layers() -> None:
     fd = layers(30)
     assert fd.bill().total <= 30 * ATTENTION * (1 + 1e-9)
@@ -313,6 +307,7 @@ def test_many_parts_are_put_together() -> None:
     assert_same_as_unsharded(fd, random_inputs(fd))
 
 
+@pytest.mark.slow
 def test_a_plan_on_parts_is_stored_and_made_again() -> None:
     fd = defined(cache_and_tokens)
     plan = fd.compile().planned
@@ -321,6 +316,7 @@ def test_a_plan_on_parts_is_stored_and_made_again() -> None:
     assert str(again) == str(plan)
 
 
+@pytest.mark.slow
 def test_the_plan_of_other_sizes_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts are cut where the sizes at hand say."""
     monkeypatch.setattr("meshfuse.compiler.PLANS", nearby.Plans())

@@ -11,7 +11,6 @@ import os
 import random
 import resource
 import shutil
-import subprocess
 import sys
 import unittest.mock
 import warnings
@@ -20,6 +19,10 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings
+
+sys.path.insert(0, str(Path(__file__).parent / "ranks"))
+
+import forked
 
 import meshfuse as mf
 from interrupts import forget, interrupted, places, refused, requests
@@ -96,6 +99,7 @@ def test_rounds_are_written_from_a_stored_plan_as_from_a_new_one(cache, planning
     assert planning == []
 
 
+@pytest.mark.slow
 def test_a_second_start_plans_nothing_and_decides_the_same(cache, planning):
     first = decided(scans())
     assert len(planning) >= 1 and len(list(cache.glob("*.plan"))) == 1
@@ -109,6 +113,7 @@ def test_a_second_start_plans_nothing_and_decides_the_same(cache, planning):
     torch.testing.assert_close(out, reference, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(definitions().flatmap(annotations))
 def test_every_plan_reads_back_as_it_is(fd):
@@ -263,7 +268,7 @@ def test_what_is_no_plan_is_not_read(cache, planning, kind):
 
 
 @pytest.mark.parametrize("setting", ["", "~nobody-of-this-name/cache"])
-def test_a_user_without_a_home(cache, planning, monkeypatch, setting):
+def test_a_user_without_a_home_directory_gets_a_warning(cache, planning, monkeypatch, setting):
     """As in a container with a user of its own number: no entry, and no HOME."""
     unknown = unittest.mock.Mock(side_effect=KeyError("uid not found"))
     monkeypatch.setattr("pwd.getpwuid", unknown)
@@ -324,6 +329,7 @@ def changed(text, path, value):
     return json.dumps(tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [scans, ring])
 def test_a_plan_of_other_values_is_planned_anew_or_the_same(cache, planning, monkeypatch, make):
     """With the right checksum: each value replaced by many others."""
@@ -344,7 +350,7 @@ def test_a_plan_of_other_values_is_planned_anew_or_the_same(cache, planning, mon
     assert refused > 1000
 
 
-def test_a_plan_whose_values_are_no_plan_is_told_of(cache, planning):
+def test_a_stored_plan_with_wrong_values_gives_a_warning(cache, planning):
     first = decided(scans())
     (path,) = cache.glob("*.plan")
     text = disk_cache.read(cache, path.name)
@@ -374,7 +380,7 @@ def test_a_link_in_the_place_of_the_folder_is_not_followed(cache, planning, tmp_
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_file_in_the_place_of_the_folder(cache, planning):
+def test_a_file_in_the_place_of_the_folder_gives_a_warning(cache, planning):
     cache.parent.parent.mkdir(parents=True, exist_ok=True)
     cache.parent.write_text("")
     with pytest.warns(disk_cache.CacheWarning, match="Not a directory"):
@@ -382,7 +388,7 @@ def test_a_file_in_the_place_of_the_folder(cache, planning):
     assert planning
 
 
-def test_a_full_disk(cache, planning):
+def test_a_full_disk_gives_a_warning(cache, planning):
     """No file may grow beyond 100 bytes, as on a disk without room."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
@@ -394,6 +400,7 @@ def test_a_full_disk(cache, planning):
     assert planning and not list(cache.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", [False, True])
 def test_whatever_the_system_refuses_planning_goes_on(cache, monkeypatch, stored):
     """At any moment: the plan is the same, nothing half written stays, and the next start uses the cache again."""
@@ -418,7 +425,7 @@ def test_whatever_the_system_refuses_planning_goes_on(cache, monkeypatch, stored
 
 
 def test_a_meshfuse_without_files_keeps_no_plans(cache, planning, monkeypatch):
-    """In a zip archive, another's plans would be told from its own by its version alone."""
+    """In a zip archive, another's plans would differ from its own by the version alone."""
     forget()
     monkeypatch.setattr(plan_cache, "__file__", "/no/such.zip/meshfuse/planner/plan_cache.py")
     with pytest.warns(disk_cache.CacheWarning, match="own files cannot be read: .* as in a zip archive"):
@@ -428,7 +435,7 @@ def test_a_meshfuse_without_files_keeps_no_plans(cache, planning, monkeypatch):
     forget()
 
 
-def test_it_is_off_when_told_so(cache, planning, monkeypatch):
+def test_it_can_be_switched_off(cache, planning, monkeypatch):
     monkeypatch.setenv("MESHFUSE_CACHE", "off")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -436,6 +443,7 @@ def test_it_is_off_when_told_so(cache, planning, monkeypatch):
     assert planning and not cache.exists()
 
 
+@pytest.mark.slow
 def test_what_was_used_last_stays(cache, planning, monkeypatch):
     sizes = (16, 20, 24)
     for number, size in enumerate(sizes):
@@ -496,6 +504,7 @@ def product() -> FusionDefinition:
     return fd
 
 
+@pytest.mark.slow
 def test_planning_that_ends_at_any_moment_leaves_nothing_half_done(cache):
     """The same definition plans and runs right afterwards, and so does another; nothing stays on the disk but plans."""
     forget()
@@ -517,7 +526,7 @@ def test_planning_that_ends_at_any_moment_leaves_nothing_half_done(cache):
 SCRIPT = """
 import meshfuse as mf
 from meshfuse import compiler
-from meshfuse.planner import plan_cache
+from meshfuse.plans import plan_cache
 plan_cache.WORTH = -1e9
 calls = []
 real = compiler.apply_distributed_forms
@@ -531,18 +540,14 @@ print(fd.compile().digest, bool(calls))
 """
 
 
+@pytest.mark.slow
 def test_a_second_process_reads_what_the_first_wrote(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": str(SOURCE), "XDG_CACHE_HOME": str(tmp_path / "xdg")}
     environment.pop("MESHFUSE_CACHE")
-    said = [
-        subprocess.run(
-            [sys.executable, path], env=environment, capture_output=True, text=True, timeout=120
-        ).stdout.split()
-        for _ in range(2)
-    ]
-    assert said[0][0] == said[1][0]
-    assert [planned for _, planned in said] == ["True", "False"]
+    answers = [forked.finished([str(path)], environment, tmp_path, 120).stdout.split() for _ in range(2)]
+    assert answers[0][0] == answers[1][0]
+    assert [planned for _, planned in answers] == ["True", "False"]
     folder = tmp_path / "xdg" / "meshfuse" / "plans"
     assert folder.stat().st_mode & 0o777 == 0o700

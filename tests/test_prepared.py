@@ -40,6 +40,7 @@ def run(halves: Halves, inputs: Sequence[Any], kept: Sequence[int]) -> list[torc
     return each.simulate([*others, *made], check_replicas=True)
 
 
+@pytest.mark.slow
 @pytest.mark.fuzz
 @settings(max_examples=50)
 @given(definitions(open_sizes=True).flatmap(annotations), st.integers(0, 99), st.booleans(), st.data())
@@ -76,9 +77,9 @@ def kept_bytes(once: mf.FusionDefinition) -> int:
     return sum(map(most_bytes, once.compile().output_shardings(), types))
 
 
-def most_bytes(sharding: mf.Sharding, kind: TensorType) -> int:
-    held = [sharding.local_shape(kind.shape, rank) for rank in sharding.mesh.ranks]
-    return max(map(math.prod, held)) * kind.dtype.itemsize
+def most_bytes(sharding: mf.Sharding, ttype: TensorType) -> int:
+    held = [sharding.local_shape(ttype.shape, rank) for rank in sharding.mesh.ranks]
+    return max(map(math.prod, held)) * ttype.dtype.itemsize
 
 
 def fused(rows: int, max_wire: float | None = None) -> tuple[mf.FusionDefinition, mf.TensorView]:
@@ -125,14 +126,14 @@ def test_casts_and_gathers_are_done_once_and_what_grows_is_not() -> None:
     fd, weights = cast()
     once, each = fd.prepared(weights, gathered=True)
     shapes = [each.recording.tensors[i].type for i in each.recording.input_tensors()]
-    assert [(kind.shape, kind.dtype) for kind in shapes] == [
+    assert [(ttype.shape, ttype.dtype) for ttype in shapes] == [
         ((64, 32), mf.DataType.BFloat16), ((32, 32), mf.DataType.BFloat16), ((32,), mf.DataType.BFloat16),
     ]  # fmt: skip
     assert [node.op.name for node in each.recording.nodes] == ["matmul", "broadcast_in_dim", "add"]
     assert once.bill().total == fd.bill().total == 2 * 32 * 32 * 3 / 4 and each.bill().total == 0
 
 
-def test_what_is_gathered_is_kept_where_that_is_asked_for_alone() -> None:
+def test_gathered_tensors_are_kept_with_the_option_only() -> None:
     """Else the cast is kept, in shards, and gathered at each call: four times the shard is more than was given."""
     fd, weights = cast()
     once, each = fd.prepared(weights)
@@ -270,34 +271,36 @@ def test_an_output_of_kept_inputs_alone() -> None:
     assert torch.equal(total, inputs[0] + inputs[1]) and torch.equal(same, inputs[1])
 
 
-def told_of(monkeypatch: pytest.MonkeyPatch, fd: mf.FusionDefinition, w: mf.TensorView) -> tuple[Halves, list[Any]]:
+def prepared_and_observed(
+    monkeypatch: pytest.MonkeyPatch, fd: mf.FusionDefinition, w: mf.TensorView
+) -> tuple[Halves, list[Any]]:
     """A definition's halves, and all definitions that came to be meanwhile."""
-    told: list[Any] = []
-    monkeypatch.setattr(fusion_definition, "observers", [told.append])
-    return fd.prepared(w), told
+    observed: list[Any] = []
+    monkeypatch.setattr(fusion_definition, "observers", [observed.append])
+    return fd.prepared(w), observed
 
 
-def test_nothing_is_heard_of_the_plan_that_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_that_is_not_taken_is_neither_observed_nor_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by the command line, nor by a warning: that plan moves more than the bound at each call."""
     fd, w = fused(16, max_wire=512)
     with pytest.warns(mf.PlanWarning):
         fd.compile()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        halves, told = told_of(monkeypatch, fd, w)
+        halves, observed = prepared_and_observed(monkeypatch, fd, w)
         assert not halves[1].bill().entries
-    assert told == list(halves)
+    assert observed == list(halves)
 
 
-def test_what_is_said_in_a_half_is_said_there_alone() -> None:
+def test_changes_of_a_half_do_not_reach_the_definition() -> None:
     fd, w = fused(512)
-    said = repr(fd)
+    before = repr(fd)
     once, each = fd.prepared(w)
     for half in (once, each):
         for view in views(half, range(len(half.recording.inputs))):
             if view.has_device_mesh():
                 view.split(len(view.get_loop_domain()) - 1, 2)
-    assert repr(fd) == said
+    assert repr(fd) == before
 
 
 def test_without_a_mesh_both_run_on_any() -> None:

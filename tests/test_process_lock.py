@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent / "ranks"))
+
+import forked
+
 from meshfuse import disk_cache
 from meshfuse.plans.process_lock import in_turn
 
-SOURCE = Path(__file__).resolve().parents[1]
-# Says when its planning begins, which takes as many seconds as it is told.
+# Prints when its planning begins, which takes the given seconds.
 SCRIPT = """
-import sys, time
+import os, sys, time
 import meshfuse as mf
 from meshfuse import compiler
-from meshfuse.planner import plan_cache
+from meshfuse.plans import plan_cache
 
 plan_cache.WORTH = float(sys.argv[2])
 real = compiler.apply_distributed_forms
@@ -38,27 +43,56 @@ with mf.FusionDefinition() as fd:
     fd.add_output(fd.ops.sum(fd.ops.relu(x), [0]))
     fd.mesh_split(x, mf.DeviceMesh((2,), ("a",)), ["a", None])
 print("ready", flush=True)
-sys.stdin.readline()
+while not os.path.exists(sys.argv[3]):
+    time.sleep(0.01)
 print(fd.compile().digest, flush=True)
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """A process that plans its definition when it may; what it prints is in `log`."""
+
+    process: ForkServerProcess
+    log: Path
+    may_begin: Path
+
+    def printed(self, line: str) -> None:
+        """Wait until the process has printed a line."""
+        assert wait_until(lambda: line in self.lines())
+
+    def lines(self) -> list[str]:
+        return self.log.read_text().split() if self.log.exists() else []
+
+    def at_the_end(self) -> list[str]:
+        """What the process has printed, once it has ended, but that it was ready."""
+        self.process.join(120)
+        assert self.process.exitcode == 0
+        return self.lines()[1:]
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 120.0) -> bool:
+    end = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.01)
+    return is_so()
 
 
 class Starter:
     """Processes of one job, each with a definition ready to be planned."""
 
     def __init__(self, folder: Path):
-        self.script, self.cache = folder / "script.py", folder / "cache"
-        self.script.write_text(SCRIPT)
-        self.started: list[subprocess.Popen[str]] = []
+        self.folder, self.cache = folder, folder / "cache"
+        (folder / "script.py").write_text(SCRIPT)
+        self.started: list[Planning] = []
 
-    def __call__(self, seconds: float, worth: float = 0.0, limit: float = 120.0) -> subprocess.Popen[str]:
-        env = os.environ | {
-            "PYTHONPATH": str(SOURCE), "MESHFUSE_CACHE": str(self.cache), "MESHFUSE_TIMEOUT": str(limit)
-        }  # fmt: skip
-        command = [sys.executable, str(self.script), str(seconds), str(worth)]
-        made = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __call__(self, seconds: float, worth: float = 0.0, limit: float = 120.0) -> Planning:
+        env = os.environ | {"MESHFUSE_CACHE": str(self.cache), "MESHFUSE_TIMEOUT": str(limit)}
+        log, may_begin = (self.folder / f"{name}{len(self.started)}" for name in ("log", "go"))
+        words = (str(seconds), str(worth), str(may_begin))
+        made = Planning(forked.start(self.folder / "script.py", env, log, args=words), log, may_begin)
         self.started.append(made)
-        assert made.stdout is not None and made.stdout.readline() == "ready\n"
+        made.printed("ready")
         return made
 
     def left(self) -> list[str]:
@@ -67,64 +101,53 @@ class Starter:
 
 
 @pytest.fixture
-def start(tmp_path: Path):
+def start(tmp_path: Path) -> Iterator[Starter]:
     starter = Starter(tmp_path)
     yield starter
-    for process in starter.started:
-        process.kill()
-        process.communicate()
+    for made in starter.started:
+        made.process.kill()
+        made.process.join(60)
 
 
-def go(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-
-
-def said(process: subprocess.Popen[str]) -> list[str]:
-    return process.communicate(timeout=120)[0].split()
-
-
-def begins(process: subprocess.Popen[str]) -> None:
-    """Waits until a process plans."""
-    assert process.stdout is not None and process.stdout.readline() == "plans\n"
-
-
+@pytest.mark.slow
 def test_of_processes_that_begin_together_one_plans(start: Starter) -> None:
     processes = [start(1.0) for _ in range(3)]
     for process in processes:
-        go(process)
-    texts = [said(process) for process in processes]
+        process.may_begin.touch()
+    texts = [process.at_the_end() for process in processes]
     assert sorted(map(len, texts)) == [1, 1, 2] and len({text[-1] for text in texts}) == 1
     assert not start.left()
 
 
+@pytest.mark.slow
 def test_what_is_not_worth_a_file_each_plans(start: Starter) -> None:
     processes = [start(0.0, worth=1e9) for _ in range(2)]
     for process in processes:
-        go(process)
-    texts = [said(process) for process in processes]
+        process.may_begin.touch()
+    texts = [process.at_the_end() for process in processes]
     assert [text[0] for text in texts] == ["plans", "plans"] and texts[0] == texts[1]
     assert not [*(start.cache / "plans").iterdir()]
 
 
+@pytest.mark.slow
 def test_where_the_one_that_plans_is_killed_another_does(start: Starter) -> None:
     first, other = start(1000.0), start(0.0, limit=1e6)
-    go(first)
-    begins(first)
-    go(other)
+    first.may_begin.touch()
+    first.printed("plans")
+    other.may_begin.touch()
     time.sleep(0.5)
-    first.kill()
-    assert said(other)[0] == "plans"
+    first.process.kill()
+    assert other.at_the_end()[0] == "plans"
 
 
+@pytest.mark.slow
 def test_the_others_wait_as_long_as_the_one_that_plans_runs(start: Starter) -> None:
     """However short the time limit is: only where that process cannot be seen do they go by the clock."""
     first, other = start(4.0), start(0.0, limit=1.0)
-    go(first)
-    begins(first)
-    go(other)
-    assert len(said(other)) == 1 and len(said(first)) == 1 and not start.left()
+    first.may_begin.touch()
+    first.printed("plans")
+    other.may_begin.touch()
+    assert len(other.at_the_end()) == 1 and len(first.at_the_end()) == 2 and not start.left()
 
 
 def test_of_a_process_that_cannot_be_seen_they_wait_half_of_the_limit(tmp_path: Path, monkeypatch: Any) -> None:
@@ -145,13 +168,15 @@ def test_of_a_process_that_cannot_be_seen_they_wait_half_of_the_limit(tmp_path: 
             assert time.monotonic() - begun >= 0.5
 
 
+@pytest.mark.slow
 def test_where_the_one_that_plans_stands_still_the_others_go_on(start: Starter) -> None:
     first, other = start(1000.0), start(0.0, limit=2000.0)
-    go(first)
-    begins(first)
-    first.send_signal(signal.SIGSTOP)
-    go(other)
-    assert said(other)[0] == "plans"
+    first.may_begin.touch()
+    first.printed("plans")
+    assert first.process.pid is not None
+    os.kill(first.process.pid, signal.SIGSTOP)
+    other.may_begin.touch()
+    assert other.at_the_end()[0] == "plans"
 
 
 def test_threads_wait_for_each_other_too(tmp_path: Path) -> None:

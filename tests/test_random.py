@@ -85,7 +85,7 @@ def test_the_upper_bound_is_never_drawn(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("end", [1.0, -1.0, 0.3, -0.3, 3.0, 3.7, 1024.0, -1024.0, 1e-7])
-def test_the_number_before_another(end: float, dtype: torch.dtype) -> None:
+def test_the_last_number_before_a_bound_is_that_of_torch(end: float, dtype: torch.dtype) -> None:
     """Also where the type's nearest number is less than the bound that was given: it is that bound to its readers."""
     near = torch.tensor(end, dtype=dtype)
     wanted = torch.nextafter(near, torch.tensor(-torch.inf, dtype=dtype))
@@ -168,17 +168,17 @@ def test_two_calls_of_one_op_draw_different_numbers_and_a_given_seed_the_same() 
     assert not torch.equal(a, b) and torch.equal(c, d) and not torch.equal(a, c)
 
 
-@pytest.mark.parametrize(("given", "said"), [
+@pytest.mark.parametrize(("given", "message"), [
     ({"rng_seed": 3}, "rng_seed and rng_offset: found rng_seed alone, needed both or neither"),
     ({"rng_offset": 0}, "rng_seed and rng_offset: found rng_offset alone, needed both or neither"),
     ({"rng_seed": 1.5, "rng_offset": 0}, "rng_seed: found 1.5, needed an integer"),
     ({"rng_seed": 1, "rng_offset": mf.DataType.Double}, "rng_offset: found Double, needed an integer"),
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["uniform", "normal"])
-def test_a_state_that_numbers_cannot_be_drawn_by(name: str, given: dict[str, Any], said: str) -> None:
+def test_a_state_that_numbers_cannot_be_drawn_by(name: str, given: dict[str, Any], message: str) -> None:
     fd = mf.FusionDefinition()
     numbers = {key: fd.define_scalar(dtype=n) if isinstance(n, mf.DataType) else n for key, n in given.items()}
-    with pytest.raises(mf.DefinitionError, match=rf"{name}: {said}.*\(at test_random\.py:"):
+    with pytest.raises(mf.DefinitionError, match=rf"{name}: {message}.*\(at test_random\.py:"):
         getattr(fd.ops, name)(0.0, 1.0, [3], **numbers)
 
 
@@ -206,8 +206,8 @@ def test_an_op_says_whether_it_draws(name: str) -> None:
     """
     for sample in OPS[name].samples():
         call = make_call(OPS[name], sample)
-        made = tuple(Sharding.replicated(MESH, kind.ndim) for kind in call.results)
-        taken = tuple(Sharding.replicated(MESH, kind.ndim) for kind in call.types)
+        made = tuple(Sharding.replicated(MESH, ttype.ndim) for ttype in call.results)
+        taken = tuple(Sharding.replicated(MESH, ttype.ndim) for ttype in call.types)
         one, other = (LocalCall(call, names_of(call), taken, made, 0, number=n).text() for n in (0, 1))
         draws, takes_state = OPS[name].draws, one != other
         if draws is not None and draws(call):

@@ -28,7 +28,7 @@ def _facts(fd: mf.FusionDefinition) -> tuple[Any, ...]:
     nodes = [(node.op.name, repr(node.args), node.inputs, node.outputs) for node in fd.recording.nodes]
     notes = {i: _annotation_facts(a) for i, a in fd.recording.all_annotations.items() if _says_something(a)}
     tensors = [(made.type, made.stride_order) for made in fd.recording.tensors]
-    overlaps = {i: asked[:3] for i, asked in fd.recording.overlaps.items()}
+    overlaps = {i: overlap[:3] for i, overlap in fd.recording.overlaps.items()}
     return (
         tensors,
         repr(fd.recording.scalars),
@@ -89,14 +89,14 @@ def _sample_definition(name: str, sample: Sample) -> mf.FusionDefinition:
 
 
 @pytest.mark.parametrize("name", sorted(OPS))
-def test_every_op(name: str) -> None:
+def test_every_op_prints_and_reads_back(name: str) -> None:
     samples = OPS[name].samples()
     assert samples
     for sample in samples:
         check(_sample_definition(name, sample))
 
 
-def test_the_text() -> None:
+def test_the_text_is_the_code_that_makes_it() -> None:
     with mf.FusionDefinition() as fd:
         x = fd.define_tensor([-1, 8, 4], dtype=mf.DataType.BFloat16)
         w = fd.define_tensor([16, 4], dtype=mf.DataType.BFloat16)
@@ -161,7 +161,7 @@ def _by_number(fd: mf.FusionDefinition, x: mf.TensorView, y: mf.TensorView) -> N
 
 @pytest.mark.parametrize("annotate", [_nvfuser_style, _mixed, _mesh_only, _by_number])
 @pytest.mark.parametrize("static", [True, False])
-def test_annotations(annotate: Callable[..., None], static: bool) -> None:
+def test_annotations_print_and_read_back(annotate: Callable[..., None], static: bool) -> None:
     with mf.FusionDefinition(seed=5) as fd:
         x = fd.define_tensor([24, 16, 8] if static else [-1, -1, -1], stride_order=[0, 2, 1])
         w = fd.define_tensor([12, 8])
@@ -202,5 +202,5 @@ def test_definitions_that_differ_are_not_equal() -> None:
         assert not same_definition(make(), other)
 
 
-def test_an_empty_definition() -> None:
+def test_an_empty_definition_prints_and_reads_back() -> None:
     check(mf.FusionDefinition())

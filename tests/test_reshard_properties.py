@@ -80,8 +80,8 @@ def run(fd: mf.FusionDefinition, value: torch.Tensor) -> torch.Tensor:
                 *statement.step.src.mesh.ranks,
                 *statement.step.dst.mesh.ranks,
             ):
-                kind = compiled.graph.tensors[resharded.values[statement.source].tensor].type
-                billed += wire_elements(statement.step, kind.shape, rank) * kind.dtype.itemsize
+                ttype = compiled.graph.tensors[resharded.values[statement.source].tensor].type
+                billed += wire_elements(statement.step, ttype.shape, rank) * ttype.dtype.itemsize
         assert billed == pytest.approx(counted[rank]), f"rank {rank}\n{resharded}"
     return found
 
@@ -98,6 +98,7 @@ def moved(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> None:
     assert torch.equal(run(fd, value), value)
 
 
+@pytest.mark.slow
 @settings(max_examples=225)
 @given(st.data())
 def test_any_sharding_to_any_other_on_one_mesh(data: st.DataObject) -> None:
@@ -138,6 +139,7 @@ def test_terms_on_any_part_of_an_axis_to_a_sum_on_any_other(term: Split, dst: Sp
     assert torch.equal(run(fd, numbers(shape)), numbers(shape).sum(0))
 
 
+@pytest.mark.slow
 @settings(max_examples=180)
 @given(st.data())
 def test_any_sharding_to_any_other_on_a_mesh_of_other_ranks(data: st.DataObject) -> None:
@@ -147,6 +149,7 @@ def test_any_sharding_to_any_other_on_a_mesh_of_other_ranks(data: st.DataObject)
     moved(data.draw(shardings(shape, mesh)), data.draw(shardings(shape, other)), shape)
 
 
+@pytest.mark.slow
 @settings(max_examples=180)
 @given(st.data(), st.sampled_from(sorted(REDUCTIONS)))
 def test_any_partial_value_to_any_sharding(data: st.DataObject, reduce: str) -> None:
@@ -164,6 +167,7 @@ def test_any_partial_value_to_any_sharding(data: st.DataObject, reduce: str) -> 
     torch.testing.assert_close(run(fd, value), REDUCTIONS[reduce](value, 0), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @settings(max_examples=135)
 @given(st.data())
 def test_a_reduction_forced_over_mesh_axes(data: st.DataObject) -> None:
@@ -302,6 +306,7 @@ def sharding(mesh: mf.DeviceMesh, state: State, shape: tuple[int, ...]) -> Shard
     return Sharding.make(mesh, [tuple(Split(mesh.axis_size(a), a) for a in dim) for dim in state], shape)
 
 
+@pytest.mark.slow
 @settings(max_examples=90)
 @given(cost_cases())
 def test_a_plan_costs_no_more_than_a_search_over_all_layouts_finds(
@@ -326,6 +331,7 @@ def unreduced_cases(draw: st.DrawFn) -> tuple[mf.DeviceMesh, tuple[int, ...], St
     return mesh, shape, first, frozenset(left.difference(*first)), last
 
 
+@pytest.mark.slow
 @settings(max_examples=157)
 @given(unreduced_cases())
 def test_a_plan_of_an_unreduced_tensor_costs_no_more_than_a_search_over_all_layouts_finds(
@@ -361,6 +367,7 @@ def lacking(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> float:
     return total / src.mesh.size
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(st.data())
 def test_a_plan_sends_what_is_lacking_and_no_more_than_sending_exactly_that_costs(
@@ -385,6 +392,7 @@ def with_one_fast_axis(mesh: mf.DeviceMesh, fast: int) -> mf.DeviceMesh:
     return mf.DeviceMesh(mesh.shape, mesh.names, links=links)
 
 
+@pytest.mark.slow
 @settings(max_examples=157)
 @given(st.data(), st.lists(st.sampled_from([1024, 4096, 6144, 12288]), min_size=1, max_size=3).map(tuple))
 def test_a_large_tensor_takes_no_more_memory_on_its_way_than_at_its_ends(data: st.DataObject, shape: Any) -> None:
@@ -396,6 +404,7 @@ def test_a_large_tensor_takes_no_more_memory_on_its_way_than_at_its_ends(data: s
     assert all(4 * step.dst.max_local_numel(shape) <= room for step in found.steps)
 
 
+@pytest.mark.slow
 @settings(max_examples=135)
 @given(st.data())
 def test_any_sharding_to_any_other_with_no_room(data: st.DataObject) -> None:
@@ -411,6 +420,7 @@ def test_any_sharding_to_any_other_with_no_room(data: st.DataObject) -> None:
 _LINKS = st.builds(mf.Link, st.sampled_from([25e9, 50e9, 450e9]), st.sampled_from([0.0, 2e-12, 5e-6, 20e-6]))
 
 
+@pytest.mark.slow
 @settings(max_examples=180)
 @given(st.data())
 def test_what_is_left_takes_no_less_than_the_bound_on_it(data: st.DataObject) -> None:
@@ -447,6 +457,7 @@ def plan_is_that_of_its_sizes(src: Sharding, dst: Sharding, shape: tuple[int, ..
     assert found.seconds == pytest.approx(searched.seconds, rel=1e-12, abs=5e-14)
 
 
+@pytest.mark.slow
 @settings(max_examples=135)
 @given(st.data())
 def test_sizes_that_stand_for_others_have_their_plan(data: st.DataObject) -> None:

@@ -1,4 +1,4 @@
-"""What ranks share of a dim is told by its digits: they may hold it in a million runs."""
+"""What ranks share of a dim follows from its digits: they may hold it in a million runs."""
 
 from __future__ import annotations
 

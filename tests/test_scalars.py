@@ -90,10 +90,10 @@ NO_VALUE: dict[str, tuple[Make, Any, str]] = {
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("constant", [True, False])
 @pytest.mark.parametrize("name", NO_VALUE)
-def test_scalars_without_a_value(name: str, constant: bool) -> None:
-    make, value, said = NO_VALUE[name]
+def test_scalars_without_a_value_are_errors(name: str, constant: bool) -> None:
+    make, value, message = NO_VALUE[name]
     dtype = {int: DataType.Int, float: DataType.Double, complex: DataType.ComplexDouble}[type(value)]
-    with pytest.raises((mf.DefinitionError, mf.KernelError), match=rf"{said}.*\(at test_scalars\.py:\d+\)"):
+    with pytest.raises((mf.DefinitionError, mf.KernelError), match=rf"{message}.*\(at test_scalars\.py:\d+\)"):
         times(make, value, dtype, constant)
 
 

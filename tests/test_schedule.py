@@ -49,6 +49,7 @@ def with_body(program: HostProgram, body: list[Instruction]) -> HostProgram:
     return dataclasses.replace(program, instructions=tuple(with_frees(body, kept)))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(definitions(min_ops=3, max_ops=8).flatmap(annotations), st.sampled_from([0, 64, 1 << 30]))
 def test_any_program_is_as_good_in_another_order(fd: mf.FusionDefinition, bound: int) -> None:
@@ -135,6 +136,7 @@ def layers(count: int, size: int, sharded: bool) -> mf.FusionDefinition:
     return fd
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_large_gradients_are_reduced_while_the_backward_goes_on(sharded: bool) -> None:
     made = programs(layers(6, 4096, sharded))
@@ -203,6 +205,7 @@ def test_the_times_of_a_program_of_two_kernels_and_one_reduction() -> None:
     assert "2 ranks" in str(found) and "hidden: 0%" in str(found)
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks_are_played() -> None:
     mesh, fd = mf.DeviceMesh((32, 32), ("dp", "tp")), mf.FusionDefinition()
     x, w = fd.define_tensor([4096, 256], dtype=FLOAT), fd.define_tensor([256, 256], dtype=FLOAT)

@@ -16,6 +16,9 @@ from meshfuse.ops.opdef import Call, Sample
 from op_harness import argument, make_call, operands_of
 from test_gradients import DIFFERENTIABLE, reference_of, wide_sample
 
+# What is checked are numbers, whatever the plan.
+pytestmark = pytest.mark.usefixtures("planned_once")
+
 
 def _whole(call: Call, sample: Sample) -> list[torch.Tensor]:
     """Operands of small whole numbers, many of them 0 or equal; indices and flags as the sample has them."""
@@ -72,8 +75,8 @@ SHARDED = [("prod", 0), ("cumprod", 0), ("max", 0), ("cummax", 0), ("var", 0), (
            ("ring_attention", 0), ("ring_attention", 2), ("linear", 0), ("embedding_fwd", 0)]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "place"), SHARDED)
-@pytest.mark.usefixtures("planned_once")
 def test_they_are_the_same_however_an_operand_is_sharded(name: str, place: int) -> None:
     sample, mesh = wide_sample(name, place), mf.DeviceMesh((2,), ("x",))
     call = make_call(OPS[name], sample)

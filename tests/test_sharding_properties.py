@@ -266,7 +266,7 @@ def test_an_outer_layout_cuts_as_torch_chunk_does(n: int) -> None:
 
 @settings(max_examples=300)
 @given(st.data())
-def test_drawn_layouts_bind_what_they_are_told_to(data: st.DataObject) -> None:
+def test_drawn_layouts_have_the_given_splits(data: st.DataObject) -> None:
     splits = [Split(2, "dp"), Split(3, "tp")]
     layout = data.draw(layouts(data.draw(SIZES), splits))
     assert sorted(s for s in layout if s.bound) == splits

@@ -67,6 +67,7 @@ def multiplies_infinity(fd: Fd, inputs: Sequence[object]) -> bool:
                for i in node.inputs if tensors[i].is_floating_point())  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.fuzz
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", [name for name in FAMILY_NAMES if name not in ("random", "complex")])

@@ -11,6 +11,9 @@ import torch
 import meshfuse as mf
 from meshfuse import DataType
 
+# What is checked are numbers, whatever the plan.
+pytestmark = pytest.mark.usefixtures("planned_once")
+
 Z = torch.randn(6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.complex128)
 SPECS: list[list[Any]] = [[None, None], ["x", None], [None, "x"]]
 KINDS = {DataType.ComplexDouble: (Z, 1e-13), DataType.ComplexFloat: (Z.to(torch.complex64), 1e-5)}

@@ -85,6 +85,7 @@ def test_programs_need_no_order_but_their_events(name: str) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(definitions(min_ops=3, max_ops=10).flatmap(annotations))
 def test_random_programs_need_no_order_but_their_events(fd: mf.FusionDefinition) -> None:
@@ -162,7 +163,7 @@ def test_memory_that_is_freed_before_its_wait_is_a_race() -> None:
         simulation(fd, freed_at_once)(inputs)
 
 
-def test_what_nothing_waits_for_is_told() -> None:
+def test_unordered_uses_of_memory_are_found() -> None:
     fd, inputs = made(*PROGRAMS["moved"])
     with pytest.raises(AssertionError, match=r"nothing waits for all_gather #1 of ranks"):
         simulation(fd, without_waits)(inputs)

@@ -55,9 +55,9 @@ def test_ranks_hold_what_torch_cuts(first: Any, size: int) -> None:
 def test_every_order_of_axes_has_placements(axes: tuple[str, ...]) -> None:
     layout = tuple(mf.Split(MESH.axis_size(axis), axis) for axis in axes)
     sharding, shape = mf.Sharding(MESH, (layout, ())), (SIZE, 5)
-    told = placements_of(sharding, shape)
-    assert told is not None and sharding_of(MESH, told, shape) == sharding
-    assert (axes == tuple(sorted(axes))) == (_StridedShard not in map(type, told))
+    placements = placements_of(sharding, shape)
+    assert placements is not None and sharding_of(MESH, placements, shape) == sharding
+    assert (axes == tuple(sorted(axes))) == (_StridedShard not in map(type, placements))
 
 
 def test_free_outputs_have_orders_that_inputs_have() -> None:
@@ -129,8 +129,8 @@ def test_what_torch_has_cut_comes_in_and_goes_out(case: Any, alike: bool) -> Non
     simulation = Simulation([compiled.host_program(rank) for rank in compiled.ranks], torch.device("cpu"))
     found = simulation.run({rank: [shard_of(value, placements, mesh, rank)] for rank in compiled.ranks}, 0, 0)
     right = (value * 2, value, value @ value.T, value.sum(1))
-    told = [placements_of(s, t.shape) for s, t in zip(compiled.output_shardings(), right, strict=True)]
-    assert told[1] is not None and (not alike or told[0] == told[1])
+    of_outputs = [placements_of(s, t.shape) for s, t in zip(compiled.output_shardings(), right, strict=True)]
+    assert of_outputs[1] is not None and (not alike or of_outputs[0] == of_outputs[1])
     for rank, outputs in found.items():
-        for out, whole, how in zip(outputs, right, told, strict=True):
+        for out, whole, how in zip(outputs, right, of_outputs, strict=True):
             assert how is not None and torch.equal(out, shard_of(whole, how, mesh, rank))

@@ -25,7 +25,7 @@ class Named(torch.Tensor):
 
 
 class Loud(torch.Tensor):
-    """Has an answer of its own to whatever is asked of it."""
+    """Has a method of its own for every attribute."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -159,7 +159,7 @@ FOLLOWED: dict[str, tuple[Callable[[list[torch.Tensor]], Any], str]] = {
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("what", FOLLOWED)
-def test_what_follows_tensors_through_torchs_ops_is_told_that_it_cannot(what: str, how: str) -> None:
+def test_tracers_of_torch_get_an_error(what: str, how: str) -> None:
     """Arguments of a call that is known to fit, too; programs write to memory, by addresses among others."""
     fd, tensors, (enter, text) = defined(how), [X], FOLLOWED[what]
     wanted = getattr(fd, how)([X])[0]

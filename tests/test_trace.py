@@ -1,4 +1,4 @@
-"""`meshfuse trace`, modelled: its text, its files, and what is said of what cannot be traced."""
+"""`meshfuse trace`, modelled: its text, its files, and the errors for what cannot be traced."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_a_modelled_trace_has_a_file_per_rank_and_says_what_was_hidden(
     out.mkdir()
     (out / "rank9.json").write_text("of another run")
     assert cli.main(["trace", script, "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert "4 ranks" in said and "of which hidden" in said and "times as long" in said
+    printed = capsys.readouterr().out
+    assert "4 ranks" in printed and "of which hidden" in printed and "times as long" in printed
     assert sorted(p.name for p in out.iterdir()) == [f"program0.rank{rank}.json" for rank in range(4)]
     rank, spans = read_trace(str(out / "program0.rank2.json"))
     assert rank == 2 and [s.name for s in spans if s.kind == "kernel"] == ["loop_0"] * 4
@@ -67,7 +67,7 @@ _SPANS = st.tuples(st.sampled_from(KINDS), st.integers(0, 12), st.integers(0, 12
 
 
 @given(st.lists(_SPANS, max_size=10))
-def test_hidden_seconds_counted_one_by_one(found: list[tuple[SpanKind, int, int]]) -> None:
+def test_hidden_seconds_are_those_counted_one_by_one(found: list[tuple[SpanKind, int, int]]) -> None:
     """In a kernel that calls another program there are kernels and waits."""
     spans = [Span(kind, kind, min(a, b), max(a, b)) for kind, a, b in found]
 

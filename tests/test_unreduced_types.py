@@ -15,6 +15,9 @@ from meshfuse.graph import Node
 from meshfuse.placement.factors import passes
 from meshfuse.testing import assert_same_as_unsharded
 
+# What is checked are numbers, whatever the plan.
+pytestmark = pytest.mark.usefixtures("planned_once")
+
 D = mf.DataType
 T = mf.TensorView
 MESH = mf.DeviceMesh((2,), ("a",))

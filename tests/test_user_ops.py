@@ -18,6 +18,7 @@ from meshfuse.testing import annotations, assert_same_as_unsharded, check_op, de
 from user_ops import DOUBLE, USERS, scaled_product
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", USERS, ids=lambda op: op.name)
 def test_ops_made_of_a_torch_function_are_right(op: mf.OpDef) -> None:
     check_op(op, max_examples=30)
@@ -32,6 +33,7 @@ def registered() -> Iterator[None]:
         mf.unregister_op(op)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("registered")
 def test_a_registered_op_is_one_of_fd_ops() -> None:
     mesh = mf.DeviceMesh((4,), ("x",))
@@ -88,7 +90,9 @@ EMPTY: list[tuple[str, Any, tuple[tuple[int, ...], ...], tuple[int, ...]]] = [
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("is_open", [False, True], ids=["known", "open"])
 @pytest.mark.parametrize(("name", "reference", "shapes", "numbers"), EMPTY)
-def test_a_users_op_of_nothing(name: str, reference: Any, shapes: Any, numbers: Any, is_open: bool) -> None:
+def test_a_users_op_of_empty_tensors_is_right(
+    name: str, reference: Any, shapes: Any, numbers: Any, is_open: bool
+) -> None:
     """Dims of size 0, of every part that they have in rules, whole and sharded; and the gradients."""
     values = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     wanted = reference(*values)
@@ -108,6 +112,7 @@ def test_a_users_op_of_nothing(name: str, reference: Any, shapes: Any, numbers: 
             torch.testing.assert_close(one, expected.detach())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("registered")
 @settings(max_examples=25)
 @given(definitions(ops=USERS, families=["shapes"], max_ops=6).flatmap(annotations))
@@ -210,7 +215,7 @@ def _window_sums(width: int) -> Callable[[torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize("halo", [(3, 1), (8, 0), (6, 7), (30, 2), (0, 100), (50_000, 50_000), (1_000_000, 0)], ids=str)
 @pytest.mark.parametrize("n", [8, 9, 3])
 @pytest.mark.timeout(60)
-def test_a_halo_wider_than_its_dim(n: int, halo: tuple[int, int]) -> None:
+def test_a_halo_wider_than_its_dim_is_right(n: int, halo: tuple[int, int]) -> None:
     """Than a block, than all blocks, and by far: the numbers are right, and it takes no time by its width."""
     function = _window_sums(sum(halo) + 1)
     op = mf.register_op(mf.torch_op("a~ b -> a b", name="window_sums", halo={"a": halo}, fill=0.0)(function))

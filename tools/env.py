@@ -128,7 +128,7 @@ def _venv(python: str, folder: Path, *options: str) -> None:
     try:
         _run(python, "-m", "venv", *options, str(folder))
     except subprocess.CalledProcessError as e:
-        raise EnvError(f"{python} -m venv failed (Debian: apt-get install python3-venv): {_said(e)}") from e
+        raise EnvError(f"{python} -m venv failed (Debian: apt-get install python3-venv): {_output_of(e)}") from e
 
 
 def _retry(*command: str) -> None:
@@ -138,11 +138,11 @@ def _retry(*command: str) -> None:
             return
         except subprocess.CalledProcessError as e:
             if pause is None:
-                raise EnvError(f"pip failed {len(PAUSES)} times: {_said(e)}") from e
+                raise EnvError(f"pip failed {len(PAUSES)} times: {_output_of(e)}") from e
             time.sleep(pause)
 
 
-def _said(e: subprocess.CalledProcessError) -> str:
+def _output_of(e: subprocess.CalledProcessError) -> str:
     return ((e.stderr or e.stdout).strip().splitlines() or ["nothing"])[-1]
 
 

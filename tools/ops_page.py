@@ -98,7 +98,7 @@ def _row(op: OpDef) -> Sequence[str]:
 def _dims(example: ExampleCall) -> str:
     """The call and what its dims do; the latter alone where all tensors are alike and all dims pass."""
     alike = len(set(re.findall(r"\[[^][]*\]", example.text))) == 1
-    return example.told if alike and example.told == "all pass" else f"`{example.text}`: {example.told}"
+    return example.outcome if alike and example.outcome == "all pass" else f"`{example.text}`: {example.outcome}"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

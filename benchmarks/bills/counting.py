@@ -72,13 +72,13 @@ def random_inputs(fd: mf.FusionDefinition, seed: int = 0) -> list[torch.Tensor]:
     """Global inputs for the sizes as defined: small normal numbers, and indices below 8."""
     generator = torch.Generator().manual_seed(seed)
     kinds = [fd.recording.tensors[ref.id].type for ref in fd.recording.inputs]
-    return [_random(kind, generator) for kind in kinds]
+    return [_random(ttype, generator) for ttype in kinds]
 
 
-def _random(kind: TensorType, generator: torch.Generator) -> torch.Tensor:
-    if kind.dtype.category < Category.FLOAT:
-        return torch.randint(0, 8, kind.shape, generator=generator)
-    return (torch.randn(kind.shape, generator=generator) / math.sqrt(kind.shape[-1])).to(torch_dtype(kind))
+def _random(ttype: TensorType, generator: torch.Generator) -> torch.Tensor:
+    if ttype.dtype.category < Category.FLOAT:
+        return torch.randint(0, 8, ttype.shape, generator=generator)
+    return (torch.randn(ttype.shape, generator=generator) / math.sqrt(ttype.shape[-1])).to(torch_dtype(ttype))
 
 
 def executed_bytes(fd: mf.FusionDefinition, inputs: list[torch.Tensor]) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from gpu_works import BLOCKS, Block
-from pieces import Lines, Piece, said
+from pieces import Lines, Piece, described
 
 import meshfuse as mf
 from meshfuse.dtypes import DataType
@@ -30,9 +30,9 @@ EXAMPLE = HERE.parents[1] / "examples" / "gpt"
 def ops(device: str = "cuda") -> list[Piece]:
     """Every sample of every op in a definition of its own, the first one in BFloat16 too, against torch on the CPU."""
     places = [(name, place) for name, op in OPS.items() for place in range(len(op.samples()))]
-    asked = [*((name, 0, True) for name in OPS if OPS[name].samples()), *((*place, False) for place in places)]
-    labels = [f"{name} {place}{' BFloat16' if half else ''}" for name, place, half in asked]
-    return [(label, functools.partial(_op, *one, device)) for label, one in zip(labels, asked, strict=True)]
+    chosen = [*((name, 0, True) for name in OPS if OPS[name].samples()), *((*place, False) for place in places)]
+    labels = [f"{name} {place}{' BFloat16' if half else ''}" for name, place, half in chosen]
+    return [(label, functools.partial(_op, *one, device)) for label, one in zip(labels, chosen, strict=True)]
 
 
 def _op(name: str, place: int, half: bool, device: str) -> Lines:
@@ -56,7 +56,7 @@ def _compared(call: Call, sample: Sample, device: str) -> dict[str, Any]:
         operands = operands_of(call, sample)
         expected = whole(call, operands)
     except (NotImplementedError, RuntimeError) as error:
-        return {"state": "no reference on a CPU", "why": said(error)}
+        return {"state": "no reference on a CPU", "why": described(error)}
     with mf.FusionDefinition() as fd:
         for output in define_call(fd, call.op, sample)[1]:
             fd.add_output(output)
@@ -68,7 +68,7 @@ def _compared(call: Call, sample: Sample, device: str) -> dict[str, Any]:
             if a.dtype is not torch.uint64:  # attention's random state
                 torch.testing.assert_close(a.cpu(), b, rtol=limit, atol=limit, equal_nan=True)
     except AssertionError as error:
-        return {"state": "wrong", "why": said(error), "by": reasons(fd)}
+        return {"state": "wrong", "why": described(error), "by": reasons(fd)}
     return {"state": "right", "by": reasons(fd)}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from gpu_checks import error_of
 from gpu_works import BLOCKS, Work, elementwise
-from pieces import Lines, Piece, said
+from pieces import Lines, Piece, described
 
 import meshfuse as mf
 from meshfuse.backends.nvfuser import build_segment
@@ -91,7 +91,7 @@ def checked(
             good[name] = call
         except Exception as error:
             torch.cuda.synchronize()
-            problems.append({"part": name, "problem": said(error)})
+            problems.append({"part": name, "problem": described(error)})
     return good, problems, first
 
 

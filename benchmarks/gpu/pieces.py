@@ -45,7 +45,7 @@ class Outcome:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def said(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:300]}"
 
 
@@ -66,7 +66,7 @@ def work(pieces: Sequence[Piece], first: int, step: int, into: Path, usable: Cal
             try:
                 tell(done=place, lines=pieces[place][1]())
             except Exception as error:
-                tell(done=place, error=said(error))
+                tell(done=place, error=described(error))
                 if not usable():
                     return BROKEN
         tell(end=True)

@@ -155,14 +155,14 @@ def main() -> int:
     if args.work:
         name, first, step, into, end = args.work
         return work(pieces_of(name, float(end)), int(first), int(step), Path(into), usable)
-    asked = args.sections.split(",")
-    if unknown := sorted(set(asked) - set(names)):
+    chosen = args.sections.split(",")
+    if unknown := sorted(set(chosen) - set(names)):
         parser.error(f"--sections: found {', '.join(unknown)}, needed some of {', '.join(names)}")
     why = refusal()
     if why is not None:
         print(why, file=sys.stderr)
         return 2
-    found = measure(asked, args.limit, functools.partial(write_to, args.out))
+    found = measure(chosen, args.limit, functools.partial(write_to, args.out))
     print(markdown(found))
     return 1 if wrong(found) or found["failed"] else 0
 

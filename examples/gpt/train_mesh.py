@@ -150,10 +150,10 @@ def main() -> None:
     options = parser.parse_args()
     text = data.to_tokens(data.EVAL_PATH.read_bytes())
 
-    def told(step: int, loss: float) -> None:
+    def print_loss(step: int, loss: float) -> None:
         print(f"step {step:4d}  {loss:.6f} nats/byte, {loss / math.log(2):.4f} bits/byte", flush=True)
 
-    run(text, options.steps, options.mesh, checkpoint=options.checkpoint, every=options.every, after_step=told)
+    run(text, options.steps, options.mesh, checkpoint=options.checkpoint, every=options.every, after_step=print_loss)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..argument_checks import as_int
@@ -17,6 +18,15 @@ from ..sharding.value import MOST_DIMS
 
 _LARGEST = 2**63 - 1
 _NUMBERS: tuple[Any, ...] = (int, float, complex)
+
+
+def named(line: SourceLine, name: Any, what: str) -> SourceLine:
+    """The line of a tensor of this name; itself where there is none. Raises DefinitionError for what is no text."""
+    if name is None:
+        return line
+    if not isinstance(name, str) or not name:
+        raise user_error(f"{what}: name", shown(name), "a text, or None", 'Pass name="layers.0.weight".', line)
+    return replace(line, name=name)
 
 
 def checked_sizes(given: Any, line: SourceLine) -> tuple[int, ...]:

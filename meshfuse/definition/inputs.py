@@ -13,6 +13,7 @@ from ..scalars import ScalarDef
 from .annotating import shard
 from .checks import are_strides, check_contiguity, checked_dtype, checked_number, checked_order, checked_sizes
 from .recording import Recording
+from .tensor_view import Val
 
 _MOST_SCALARS = 65536  # Of one define_vector: a larger number is a mistake, and would fill the memory.
 
@@ -63,20 +64,25 @@ def define_scalar(recording: Recording, value: Any, dtype: Any, line: SourceLine
     return recording.new_scalar(ScalarDef("const", (number,), found or scalar_dtype(number)))
 
 
-def vector_length(size: Any, line: SourceLine) -> int | None:
-    """How many inputs a vector has, None for a list of numbers. Raises DefinitionError for anything else."""
+def define_vector(recording: Recording, size: Any, dtype: Any, line: SourceLine) -> list[Any]:
+    """Scalars: `size` inputs, or a constant for each number of a list. Entries that are scalars or -1 stay as they are.
+
+    Raises DefinitionError for anything else.
+    """
     count = as_int(size)
     if count is not None and 0 <= count <= _MOST_SCALARS:
-        return count
+        return [define_scalar(recording, None, dtype, line) for _ in range(count)]
     if not isinstance(size, (list, tuple)):
         raise user_error(
             "define_vector", shown(size), f"how many scalars (at most {_MOST_SCALARS}), or a list of numbers", "", line
         )
-    return None
+    return [
+        entry if isinstance(entry, Val) or as_int(entry) == -1 else _constant(recording, entry, dtype, line)
+        for entry in size
+    ]
 
 
-def define_constant(recording: Recording, value: Any, dtype: Any, line: SourceLine) -> ScalarRef:
-    """A number of a vector."""
+def _constant(recording: Recording, value: Any, dtype: Any, line: SourceLine) -> ScalarRef:
     return define_scalar(recording, checked_number("define_vector", value, None, line), dtype, line)
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from ..errors import SourceLine, caller_line, user_error
@@ -19,7 +19,7 @@ from ..ops.values import ScalarRef, TensorRef, TensorType
 from ..scalars import ScalarDef
 from ..sharding.layout import WHOLE, Layout
 from .annotation import Annotation
-from .checks import check_results
+from .checks import check_results, named
 from .loop import LoopDomain
 
 
@@ -149,6 +149,12 @@ class Recording:
         self.scalars[ref.id] = made
         self.history.append(ref)
         return ref
+
+    def name(self, tensor: int, name: Any, line: SourceLine) -> None:
+        """Give a tensor a name of its own; None leaves it as it is. Raises DefinitionError for what is no text."""
+        made, checked = self.tensors[tensor], named(line, name, "add_output")
+        if checked is not line:
+            self.tensors[tensor] = replace(made, line=replace(made.line, name=name))
 
     def append(self, op: OpDef, bound: tuple[Any, ...], line: SourceLine) -> tuple[TensorRef, ...]:
         """Append an op with its arguments as `bind` gives them. Raises as the op's type rule does."""

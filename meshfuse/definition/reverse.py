@@ -13,6 +13,7 @@ from typing import Any
 
 from ..dtypes import Category, DataType
 from ..errors import SourceLine, located, user_error
+from ..gc_pause import no_collection
 from ..kernels.scalars import FUNCTIONS
 from ..ops.opdef import OpDef
 from ..ops.values import ScalarRef, TensorRef
@@ -20,7 +21,26 @@ from ..ops.vjp import Backward, sizes
 from ..ops.window_gradients import WindowGradient, joined_windows
 from .applying import call_at
 from .recording import Definition, OpNode
-from .tensor_view import TensorView, Val
+from .tensor_view import TensorView, Val, as_listed, own, own_all
+
+
+def append_gradients(fd: Definition, outputs: Any, wrt: Any, grad_outputs: Any, line: SourceLine) -> list[TensorView]:
+    """Append what `fd.grad` asks for; the gradients by each tensor of `wrt`.
+
+    `outputs`, `wrt` and `grad_outputs` are a tensor or a list of them. Raises DefinitionError as `gradients`, and for
+    anything but tensors of this definition or another number of `grad_outputs` than `outputs`.
+    """
+    sources, targets = own_all(fd, outputs, "grad: outputs", line), own_all(fd, wrt, "grad: wrt", line)
+    given = [None] * len(sources) if grad_outputs is None else as_listed(grad_outputs)
+    if len(given) != len(sources):
+        raise user_error(
+            "grad: grad_outputs", f"{len(given)} for {len(sources)} outputs", "one per output, or None", "", line
+        )
+    seeds = [None if g is None else own(fd, g, "grad: grad_outputs", line) for g in given]
+    with no_collection():
+        made = gradients(fd, sources, targets, seeds, fd.recording.constants, line)
+    fd.recording.primals.update((grad.id, primal.id) for grad, primal in zip(made, targets, strict=True))
+    return made
 
 
 def gradients(

@@ -336,7 +336,7 @@ class TensorView(Arithmetic):
         """
         self.fd.recording.check_open()
         domain = self._domain
-        chosen = [domain.order[domain.place(axis, "rfactor")] for axis in _listed(axes)]
+        chosen = [domain.order[domain.place(axis, "rfactor")] for axis in as_listed(axes)]
         if not chosen or not all(leaf.reduction for leaf in chosen):
             raise user_error(
                 f"rfactor of {self.label}: only reduction axes can be factored out",
@@ -380,10 +380,6 @@ class TensorView(Arithmetic):
         self.fd.recording.annotation_to_edit(self.id).memory = str(memory_type)
 
 
-def _listed(axes: Any) -> Sequence[Any]:
-    return (axes,) if as_int(axes) is not None or not isinstance(axes, (list, tuple)) else axes
-
-
 def own(fd: Definition, tensor: Any, what: str, line: SourceLine) -> TensorView:
     """The tensor. Raises DefinitionError for anything but a tensor of this definition."""
     if not isinstance(tensor, TensorView) or tensor.fd is not fd:
@@ -392,3 +388,13 @@ def own(fd: Definition, tensor: Any, what: str, line: SourceLine) -> TensorView:
             "a tensor of this definition", "Pass what this FusionDefinition's own calls returned.", line,
         )  # fmt: skip
     return tensor
+
+
+def as_listed(given: Any) -> Sequence[Any]:
+    """A list or tuple as it is; anything else as the only entry of one."""
+    return given if isinstance(given, (list, tuple)) else (given,)
+
+
+def own_all(fd: Definition, tensors: Any, what: str, line: SourceLine) -> list[TensorView]:
+    """The tensors of a list, or a tensor alone. Raises DefinitionError as `own`."""
+    return [own(fd, tensor, what, line) for tensor in as_listed(tensors)]

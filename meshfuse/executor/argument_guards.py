@@ -1,4 +1,4 @@
-"""Arguments that are like those of an earlier call, told without checking each of them anew."""
+"""Arguments that are like those of an earlier call, recognised without checking each of them anew."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 dispatch_modes = torch._C._len_torch_dispatch_stack
 # torch.compile's own check of a call's tensors: types, dtypes, devices, dispatch keys and sizes, in C++.
 _Guards: Any = torch._C._dynamo.guards.TensorGuards  # pyright: ignore[reportAttributeAccessIssue]
-# So many kinds of arguments are told by guards; what no guard knows is told by its outline.
+# So many kinds of arguments have guards; others are recognised by their outlines.
 _MOST_GUARDED = 4
 
 

@@ -46,10 +46,10 @@ def is_dtensor(value: Any) -> bool:
 def local_parts(inputs: Sequence[Any]) -> list[Any]:
     """The inputs with this rank's own tensor in the place of each DTensor; autograd records nothing of them."""
     with torch.no_grad():
-        return [_settled(value.to_local()) if is_dtensor(value) else value for value in inputs]
+        return [settled(value.to_local()) if is_dtensor(value) else value for value in inputs]
 
 
-def _settled(local: torch.Tensor) -> torch.Tensor:
+def settled(local: torch.Tensor) -> torch.Tensor:
     """The tensor, once a collective of torch that still makes it (AsyncCollectiveTensor) is done."""
     wait = getattr(local, "wait", None)
     return local if wait is None else wait()

@@ -1,4 +1,4 @@
-"""Errors of torch in a kernel, told in terms of the user's op and line."""
+"""Errors of torch in a kernel, in terms of the user's op and line."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ class RankProgram:
             self._calls += 1
             self.world.begin(self, self.ranks, self._numbers(arguments) if self._scalars else "")
             if not self.active:
-                return self._told([None] * len(self.compiled.graph.outputs))
+                return self._report_finished([None] * len(self.compiled.graph.outputs))
             # Threads of a process without peers, and functions of ops, may run the program while it is being compiled.
             if self._due is not None and before >= self._due and self._compiling.acquire(blocking=False):
                 try:
@@ -225,7 +225,7 @@ class RankProgram:
                 with kernel_errors(self.bound, self.program):  # Entered at every step it would take a microsecond.
                     raise
             self._phase = _Phase.OVER
-            return self._told(out)
+            return self._report_finished(out)
         finally:
             self.running = False
             torch._C._set_grad_enabled(recording)
@@ -244,7 +244,7 @@ class RankProgram:
         else:
             self.compiled = compiled
 
-    def _told(self, out: list[Any]) -> list[Any]:
+    def _report_finished(self, out: list[Any]) -> list[Any]:
         for tell in finished:
             tell(self)
         return out

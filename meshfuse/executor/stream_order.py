@@ -1,4 +1,4 @@
-"""Whether a GPU's streams would race, told from a run of simulated ranks.
+"""Whether a GPU's streams would race, found from a run of simulated ranks.
 
 On a GPU each rank has a stream for its kernels, one for the collectives of each group, and one for the messages with
 each peer of a group. Events order them: a communication comes after the kernels launched before it, and what is

@@ -127,7 +127,7 @@ class Graph:
         """In words what an annotated tensor is brought to its place for."""
         return "output" if tensor in self.implied else "its annotation"
 
-    def noting(self, rewriting: Rewriting) -> Graph:
+    def with_rewrite(self, rewriting: Rewriting) -> Graph:
         """The graph, with a note that this rewriting made it."""
         return replace(self, rewritings=(*self.rewritings, rewriting))
 

@@ -11,4 +11,4 @@ from .random import normal, uniform
 from .reductions import combine, fold, neutral
 from .table import kernel
 from .tensors import in_stride_order, tensor_like
-from .user_functions import as_told, settled, watched
+from .user_functions import checked_results, settled, watched

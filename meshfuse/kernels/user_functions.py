@@ -12,7 +12,7 @@ import torch
 from ..errors import KernelError, user_error
 
 
-def as_told(name: str, made: Any, *kinds: tuple[tuple[int, ...], torch.dtype]) -> Any:
+def checked_results(name: str, made: Any, *kinds: tuple[tuple[int, ...], torch.dtype]) -> Any:
     """The results of a user's function. Raises KernelError unless they are tensors of these local shapes and dtypes."""
     results = made if len(kinds) > 1 else (made,)
     listed = isinstance(results, (tuple, list)) and len(results) == len(kinds)

@@ -73,4 +73,4 @@ def payload_bytes(call: CommunicationCall) -> int:
     return count * _ITEMSIZE[dtype]
 
 
-_ITEMSIZE = {kind.value: kind.itemsize for kind in DataType}
+_ITEMSIZE = {dtype.value: dtype.itemsize for dtype in DataType}

@@ -42,12 +42,12 @@ class _Learned(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Watched(LocalCall):
-    """A call that notes whether its number is asked for."""
+    """A call that notes whether its number is used."""
 
-    asked: list[bool] = field(default_factory=list)
+    queried: list[bool] = field(default_factory=list)
 
     def salt(self) -> int:
-        self.asked.append(True)
+        self.queried.append(True)
         return self.number
 
 
@@ -89,4 +89,4 @@ class OpText:
         call = _Watched(node.call, operands, placement.operands, placement.results, self.rank, self.scalar, node.salt)
         lines = call.statements(targets)
         new = _is_arithmetic([_HOLE.sub("v0", line) for line in lines])
-        return _Learned(() if call.asked else tuple(map(_template, lines)), new)
+        return _Learned(() if call.queried else tuple(map(_template, lines)), new)

@@ -28,8 +28,8 @@ class ChunkLoop:
     """Steps that are done chunk by chunk.
 
     `cuts` says how each of the tensors that are cut is cut. `ring` is None where every chunk has a collective, "gather"
-    where shards of an operand travel round, "scatter" where sums do. `asked` is the tensor that the user named, at the
-    line of `stream`.
+    where shards of an operand travel round, "scatter" where sums do. `requested` is the tensor that the user named, at
+    the line of `stream`.
     """
 
     id: int
@@ -37,7 +37,7 @@ class ChunkLoop:
     cuts: ChunkedDims
     chunks: int
     ring: RingKind | None
-    asked: int
+    requested: int
     stream: Stream
 
     @property
@@ -80,7 +80,7 @@ class ChunkLoop:
 class OverlappedDefinition:
     """The statements of a resharded definition, some of them in loops.
 
-    `refused` tells for each tensor whose stream could not be used why that is.
+    `refused` has the reason for each tensor whose stream could not be used.
     """
 
     resharded: ReshardedDefinition
@@ -109,10 +109,10 @@ class OverlappedDefinition:
         graph = self.resharded.graph
         lines = []
         for loop in self.loops:
-            cut = loop.cuts[loop.asked]
+            cut = loop.cuts[loop.requested]
             how = f" in a ring ({loop.ring})" if loop.ring else ""
             names = ", ".join(self.resharded.name_of(statement) for statement in loop.statements)
-            label = graph.tensors[loop.asked].label
+            label = graph.tensors[loop.requested].label
             count = f"{loop.chunks} chunk{'s' * (loop.chunks != 1)}"
             lines.append(f"loop {loop.id}: {count} of {cut}{how}: {names}  # asked of {label}")
         for tensor, why in self.refused.items():

@@ -242,15 +242,15 @@ class _LoopBuilder:
             self._cut_ops(trial)
         except Refused:
             return False
-        asked = any(self._is_asked_otherwise(t, trial.cuts.get(t)) for t in self._tensors(found))
-        if asked or not self._agree(draft, trial) or not is_convex(self.statements, draft.statements | found):
+        requested = any(self._is_requested_otherwise(t, trial.cuts.get(t)) for t in self._tensors(found))
+        if requested or not self._agree(draft, trial) or not is_convex(self.statements, draft.statements | found):
             return False
         draft.statements, draft.cuts = draft.statements | found, trial.cuts
         return True
 
-    def _is_asked_otherwise(self, tensor: int, cut: ChunkedDim | None) -> bool:
-        asked = self.graph.streams.get(tensor)
-        return asked is not None and (cut is None or (asked.dim, asked.chunks) != (cut.dim, len(cut.chunks)))
+    def _is_requested_otherwise(self, tensor: int, cut: ChunkedDim | None) -> bool:
+        wanted = self.graph.streams.get(tensor)
+        return wanted is not None and (cut is None or (wanted.dim, wanted.chunks) != (cut.dim, len(cut.chunks)))
 
     # rings
 

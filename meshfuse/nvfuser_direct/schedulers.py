@@ -44,15 +44,15 @@ def ops_of(recording: Recording) -> list[ScheduledOp]:
 
 def scheduler_of(ops: Sequence[ScheduledOp]) -> SchedulerType | None:
     """The scheduler of one kernel of all these ops; None where nvFuser makes several kernels of them."""
-    asked = {op.op.scheduler for op in ops}
+    wanted = {op.op.scheduler for op in ops}
     if not ops:
         return SchedulerType.no_op
-    if SchedulerType.expr_eval.name in asked:
+    if SchedulerType.expr_eval.name in wanted:
         return SchedulerType.expr_eval if len(ops) == 1 else None
     reductions = [op for op in ops if op.reduced]
     if reductions:
         return _of_reductions(ops, reductions)
-    return SchedulerType.resize if SchedulerType.resize.name in asked else SchedulerType.pointwise
+    return SchedulerType.resize if SchedulerType.resize.name in wanted else SchedulerType.pointwise
 
 
 def costliest(ops: Sequence[ScheduledOp]) -> SchedulerType:

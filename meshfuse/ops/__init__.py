@@ -10,12 +10,16 @@ from . import (
     block_order,
     blocks,
     casts,
+    composite,
+    convolution,
+    convolution_weight,
     embedding,
     factories,
     functions,
     grouped_products,
     indexing,
     joins,
+    linear_index,
     logic,
     matmul,
     reductions,
@@ -23,13 +27,18 @@ from . import (
     scaled_products,
     scans,
     scatter,
+    scatter_folds,
     shape,
     sorting,
     statistics,
+    window_maxima,
+    window_sums,
     windows,
 )
 from .attention import column_blocks, ring, ring_steps, scaled_dot_product
-from .composite import COMPOSITES
+from .image_composites import IMAGE_COMPOSITES
+from .index_composites import INDEX_COMPOSITES
+from .norm_composites import NORM_COMPOSITES
 from .opdef import OpDef
 
 _FAMILIES = (
@@ -42,6 +51,10 @@ _FAMILIES = (
     scans,
     blocks,
     matmul,
+    convolution,
+    convolution_weight,
+    window_sums,
+    window_maxima,
     reshape,
     shape,
     windows,
@@ -49,7 +62,9 @@ _FAMILIES = (
     block_order,
     indexing,
     embedding,
+    linear_index,
     scatter,
+    scatter_folds,
     sorting,
     factories,
     scaled_dot_product,
@@ -61,6 +76,8 @@ _FAMILIES = (
     adjoints,
 )
 _INNER = (blocks, column_blocks, ring_steps, adjoints)  # what distributed forms and gradients are written in
+# Functions of `fd.ops` that are written in ops of the table, by name.
+COMPOSITES = composite.COMPOSITES | NORM_COMPOSITES | IMAGE_COMPOSITES | INDEX_COMPOSITES
 OPS: dict[str, OpDef] = {op.name: op for family in _FAMILIES for op in family.OPS}
 
 

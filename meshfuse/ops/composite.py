@@ -29,7 +29,7 @@ MAY_BE_NONE = frozenset({"ignore_index"})  # Beside those whose default is None.
 _MOST_BLOCKS = 1 << 16  # of a ring; more is a mistake
 
 
-def _wide(fd: Any, x: Any) -> Any:
+def as_wide(fd: Any, x: Any) -> Any:
     """x in float32 or wider."""
     dtype = x.dtype
     if dtype.category >= Category.FLOAT and not dtype.is_reduced_float:
@@ -37,7 +37,7 @@ def _wide(fd: Any, x: Any) -> Any:
     return fd.ops.cast(x, DataType.Float)
 
 
-def _back(fd: Any, x: Any, like: Any) -> Any:
+def in_type_of(fd: Any, x: Any, like: Any) -> Any:
     """x in the type of `like`, if that is floating point."""
     return x if x.dtype is like.dtype or like.dtype.category < Category.FLOAT else fd.ops.cast(x, like.dtype)
 
@@ -60,13 +60,13 @@ def gelu(fd: Any, x: Any, approximate: str = "none") -> Any:
     """The Gaussian error linear unit, exact or by tanh (Hendrycks & Gimpel 2016)."""
     if not isinstance(approximate, str) or approximate not in ("none", "tanh"):
         raise user_error("gelu: approximate", shown(approximate), "'none' or 'tanh'", "")
-    ops, wide = fd.ops, _wide(fd, x)
+    ops, wide = fd.ops, as_wide(fd, x)
     if approximate == "none":
         gate = ops.erf(ops.mul(wide, math.sqrt(0.5)))
     else:
         cubic = ops.mul(ops.mul(ops.mul(wide, wide), wide), 0.044715)
         gate = ops.tanh(ops.mul(ops.add(wide, cubic), math.sqrt(2.0 / math.pi)))
-    return _back(fd, ops.mul(ops.mul(wide, 0.5), ops.add(gate, 1.0)), x)
+    return in_type_of(fd, ops.mul(ops.mul(wide, 0.5), ops.add(gate, 1.0)), x)
 
 
 def _max(fd: Any, x: Any, dims: DimsArgument) -> Any:
@@ -86,28 +86,28 @@ def _finite_max(fd: Any, x: Any, dims: DimsArgument) -> Any:
 
 def softmax(fd: Any, x: Any, dim: int = -1, dtype: DataType | None = None) -> Any:
     """exp(x) over its sum along a dim."""
-    wide = _wide(fd, _as_type(fd, x, dtype))
+    wide = as_wide(fd, _as_type(fd, x, dtype))
     numerator = fd.ops.exp(fd.ops.sub(wide, _max(fd, wide, dim)))
-    return _back(fd, fd.ops.truediv(numerator, fd.ops.sum(numerator, dim, True)), _as_type(fd, x, dtype))
+    return in_type_of(fd, fd.ops.truediv(numerator, fd.ops.sum(numerator, dim, True)), _as_type(fd, x, dtype))
 
 
 def log_softmax(fd: Any, x: Any, dim: int = -1, dtype: DataType | None = None) -> Any:
     """The logarithm of softmax."""
     x = _as_type(fd, x, dtype)
-    wide = _wide(fd, x)
+    wide = as_wide(fd, x)
     shifted = fd.ops.sub(wide, _max(fd, wide, dim))
-    return _back(fd, fd.ops.sub(shifted, fd.ops.log(fd.ops.sum(fd.ops.exp(shifted), dim, True))), x)
+    return in_type_of(fd, fd.ops.sub(shifted, fd.ops.log(fd.ops.sum(fd.ops.exp(shifted), dim, True))), x)
 
 
 def logsumexp(fd: Any, x: Any, dims: DimsArgument, keepdim: bool = False) -> Any:
     """The logarithm of the sum of exp(x) over dims."""
-    reduced, wide = list(check_reduced("logsumexp", dims, x.ndim)), _wide(fd, x)
+    reduced, wide = list(check_reduced("logsumexp", dims, x.ndim)), as_wide(fd, x)
     top = _finite_max(fd, wide, reduced)
     found = fd.ops.add(fd.ops.log(fd.ops.sum(fd.ops.exp(fd.ops.sub(wide, top)), reduced, True)), top)
-    return _back(fd, found if keepdim else fd.ops.squeeze(found, reduced), x)
+    return in_type_of(fd, found if keepdim else fd.ops.squeeze(found, reduced), x)
 
 
-def _count(x: Any, dims: Sequence[int]) -> Any:
+def count_along(x: Any, dims: Sequence[int]) -> Any:
     """The number of elements along dims, as a scalar of the definition."""
     found: Any = 1
     for d in dims:
@@ -119,10 +119,10 @@ def mean(fd: Any, x: Any, dims: DimsArgument = None, keepdim: bool = False, dtyp
     """The mean over dims (all of them for None)."""
     x = _as_type(fd, x, dtype)
     found = check_reduced("mean", dims, x.ndim)
-    return _back(fd, fd.ops.truediv(fd.ops.sum(_wide(fd, x), list(found), keepdim), _count(x, found)), x)
+    return in_type_of(fd, fd.ops.truediv(fd.ops.sum(as_wide(fd, x), list(found), keepdim), count_along(x, found)), x)
 
 
-def _last_dims(x: Any, normalized_shape: Sequence[int]) -> list[int]:
+def norm_dims(x: Any, normalized_shape: Sequence[int]) -> list[int]:
     count = len(normalized_shape)
     if x.ndim == 0:
         raise user_error("a norm over the last dims", str(x.type), "a tensor with dims", "Reshape it to [1] before.")
@@ -136,7 +136,7 @@ def _last_dims(x: Any, normalized_shape: Sequence[int]) -> list[int]:
     return list(range(x.ndim - count, x.ndim))
 
 
-def _affine(fd: Any, x: Any, dims: Sequence[int], weight: Any, bias: Any) -> Any:
+def norm_affine(fd: Any, x: Any, dims: Sequence[int], weight: Any, bias: Any) -> Any:
     x = x if weight is None else fd.ops.mul(x, _per_element(fd, "weight", weight, x, dims))
     return x if bias is None else fd.ops.add(x, _per_element(fd, "bias", bias, x, dims))
 
@@ -162,10 +162,10 @@ def layer_norm(
 
     A sharded hidden dim needs two small collectives, or one (`rewrites.fuse_mean_variance`).
     """
-    ops, dims, wide = fd.ops, _last_dims(x, normalized_shape), _wide(fd, x)
+    ops, dims, wide = fd.ops, norm_dims(x, normalized_shape), as_wide(fd, x)
     centred = ops.sub(wide, mean(fd, wide, dims, True))
     variance = mean(fd, ops.mul(centred, centred), dims, True)
-    return _back(fd, _affine(fd, ops.mul(centred, ops.rsqrt(ops.add(variance, eps))), dims, weight, bias), x)
+    return in_type_of(fd, norm_affine(fd, ops.mul(centred, ops.rsqrt(ops.add(variance, eps))), dims, weight, bias), x)
 
 
 def rms_norm(
@@ -175,10 +175,10 @@ def rms_norm(
 
     eps: None for the type's own epsilon.
     """
-    ops, dims, wide = fd.ops, _last_dims(x, normalized_shape), _wide(fd, x)
+    ops, dims, wide = fd.ops, norm_dims(x, normalized_shape), as_wide(fd, x)
     eps = eps if eps is not None else 2.0**-52 if wide.dtype is DataType.Double else 2.0**-23
     square = mean(fd, ops.mul(wide, wide), dims, True)
-    return _back(fd, _affine(fd, ops.mul(wide, ops.rsqrt(ops.add(square, eps))), dims, weight, None), x)
+    return in_type_of(fd, norm_affine(fd, ops.mul(wide, ops.rsqrt(ops.add(square, eps))), dims, weight, None), x)
 
 
 def cross_entropy(
@@ -198,14 +198,14 @@ def cross_entropy(
                          "integers, one for each row of the logits, whose last dim is the classes",
                          "Permute the logits where their classes are another dim; targets that are probabilities p "
                          "have the loss -fd.ops.sum(p * fd.ops.log_softmax(logits), -1).")  # fmt: skip
-    ops, wide, last = fd.ops, _wide(fd, logits), logits.ndim - 1
+    ops, wide, last = fd.ops, as_wide(fd, logits), logits.ndim - 1
     valid = _counted(fd, targets, ignore_index)
     index = targets if valid is None else ops.where(valid, targets, 0)
     top = _max(fd, wide, last)
     total = ops.sum(ops.exp(ops.sub(wide, top)), last, True)
     picked = ops.take_along_axis(wide, ops.broadcast(index, [False] * last + [True]), last)
     loss = ops.squeeze(ops.sub(ops.add(ops.log(total), top), picked), [last])
-    return _back(fd, _reduced_loss(fd, loss, valid, reduction), logits)
+    return in_type_of(fd, _reduced_loss(fd, loss, valid, reduction), logits)
 
 
 def _counted(fd: Any, targets: Any, ignored: int | None) -> Any:
@@ -220,7 +220,7 @@ def _reduced_loss(fd: Any, loss: Any, valid: Any, reduction: str) -> Any:
     total = _total(fd, loss)
     if reduction == "sum":
         return total
-    return fd.ops.truediv(total, _count(loss, range(loss.ndim)) if valid is None else _total(fd, valid))
+    return fd.ops.truediv(total, count_along(loss, range(loss.ndim)) if valid is None else _total(fd, valid))
 
 
 def _total(fd: Any, x: Any) -> Any:
@@ -239,7 +239,7 @@ def dropout(fd: Any, x: Any, p: float = 0.5, training: bool = True) -> Any:
         raise user_error("dropout: p", str(p), "0 to 1", "Pass the share of elements to drop, as 0.1.")
     keep = fd.ops.ge(fd.ops.uniform(0.0, 1.0, x.shape()), p)
     scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
-    return _back(fd, fd.ops.mul(fd.ops.mul(_wide(fd, x), keep), scale), x)
+    return in_type_of(fd, fd.ops.mul(fd.ops.mul(as_wide(fd, x), keep), scale), x)
 
 
 def _with_elements(fd: Any, x: Any, dims: Sequence[int]) -> Any:
@@ -264,7 +264,7 @@ def argmax(fd: Any, x: Any, dim: int | None = None, keepdim: bool = False) -> An
     """
     x = _with_elements(fd, x, range(x.ndim) if dim is None else [check_dim("argmax", dim, x.ndim)])
     if dim is None:
-        found = argmax(fd, fd.ops.reshape(x, [_count(x, range(x.ndim))]), 0)
+        found = argmax(fd, fd.ops.reshape(x, [count_along(x, range(x.ndim))]), 0)
         return fd.ops.broadcast(found, [True] * x.ndim) if keepdim else found
     ops, place = fd.ops, dim % x.ndim
     index = ops.broadcast(ops.iota(x.size(place)), [d != place for d in range(x.ndim)])

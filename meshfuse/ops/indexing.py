@@ -239,10 +239,10 @@ def _rows(n: NvfuserEmit, tensor: Any, index: Any, dim: int, runs: Runs, whole: 
     if not runs:
         return zeros(n)
     places, inside = nvfuser_places(n, index, runs)
-    kind, ndim = n.call.types[0], n.call.types[0].ndim
+    ttype, ndim = n.call.types[0], n.call.types[0].ndim
     made = n.ops.index_select(tensor, places, dim)
     kept = along(n, inside, dim, ndim) if n.call.types[1].ndim else inside
-    return zero_where_not(n, kept, made, kind.dtype)
+    return zero_where_not(n, kept, made, ttype.dtype)
 
 
 def _index_select_vjp(b: Backward) -> Tensor:

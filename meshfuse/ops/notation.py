@@ -45,16 +45,16 @@ class Notation:
         ranks: dict[str, int] = {}
         if len(types) != len(self.operands):
             raise user_error(f"rule {self.text!r}", f"{len(types)} tensors", f"{len(self.operands)}, as it has", "")
-        for dims, kind in zip(self.operands, types, strict=True):
-            self._count(dims, kind, ranks)
+        for dims, ttype in zip(self.operands, types, strict=True):
+            self._count(dims, ttype, ranks)
         sides = [tuple(_written_out(dims, ranks) for dims in side) for side in (self.operands, self.results)]
         return Notation(self.text, sides[0], sides[1])
 
-    def _count(self, dims: Dims, kind: TensorType, ranks: dict[str, int]) -> None:
+    def _count(self, dims: Dims, ttype: TensorType, ranks: dict[str, int]) -> None:
         star = next((d.factors[0] for d in dims if _is_star(d)), None)
-        extra = kind.ndim - len([d for d in dims if not _is_star(d)])
+        extra = ttype.ndim - len([d for d in dims if not _is_star(d)])
         if extra < 0 or (star is None and extra) or (star and ranks.setdefault(star, extra) != extra):
-            raise user_error(f"rule {self.text!r}: the operand {kind} has the wrong number of dims", str(kind.ndim),
+            raise user_error(f"rule {self.text!r}: the operand {ttype} has the wrong number of dims", str(ttype.ndim),
                              f"those of '{_text(dims)}'", "Reshape the operand.")  # fmt: skip
 
     def letters(self) -> tuple[str, ...]:
@@ -64,8 +64,8 @@ class Notation:
         """The size of every factor, -1 where it is open. Raises DefinitionError where operands disagree."""
         found = dict(given)
         pairs = [
-            (dim.factors, n) for dims, kind in zip(self.operands, types, strict=True)
-            for dim, n in zip(dims, kind.shape, strict=True)
+            (dim.factors, n) for dims, ttype in zip(self.operands, types, strict=True)
+            for dim, n in zip(dims, ttype.shape, strict=True)
         ]  # fmt: skip
         for factors, n in sorted(pairs, key=lambda pair: len(pair[0])):
             self._fit(factors, n, found)

@@ -148,8 +148,8 @@ def nvfuser_integral(n: NvfuserEmit) -> Any:
 def _recast(n: NvfuserEmit, found: tuple[DataType, ...], wanted: DataType) -> dict[str, Any]:
     """The tensor operands of the types in `found`, cast to `wanted`; by parameter."""
     names = [p.name for p in n.call.op.params if isinstance(n.call[p.name], TensorRef)]
-    kinds = {name: kind for name in names if (kind := n.call.type_of(name)) is not None}
-    return {name: cast(n, n.operand(name), kind.dtype, wanted) for name, kind in kinds.items() if kind.dtype in found}
+    types = {name: t for name in names if (t := n.call.type_of(name)) is not None}
+    return {name: cast(n, n.operand(name), t.dtype, wanted) for name, t in types.items() if t.dtype in found}
 
 
 def _meets_complex(n: NvfuserEmit) -> bool:

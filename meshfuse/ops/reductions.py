@@ -35,16 +35,16 @@ def keeps_dims(call: Call) -> bool:
 
 
 def reduced_shape(call: Call) -> tuple[int, ...]:
-    """The shape that is left, with 1 for the reduced dims where keepdim is asked for."""
+    """The shape that is left, with 1 for the reduced dims with keepdim."""
     dims, keep = reduced_dims(call), keeps_dims(call)
     return tuple(1 if d in dims else n for d, n in enumerate(call.types[0].shape) if keep or d not in dims)
 
 
 def _accumulating_infer(call: Call) -> tuple[TensorType, ...]:
     """Unless a type is given, Int for integers and booleans, as in torch; half precision stays half, as in nvFuser."""
-    asked, found = call["dtype"], call.types[0].dtype
+    requested, found = call["dtype"], call.types[0].dtype
     accumulated = DataType.Int if found.category < Category.FLOAT else found
-    return (TensorType(reduced_shape(call), accumulated if asked is DataType.Null else asked),)
+    return (TensorType(reduced_shape(call), accumulated if requested is DataType.Null else requested),)
 
 
 def _extreme_infer(call: Call) -> tuple[TensorType, ...]:
@@ -53,16 +53,16 @@ def _extreme_infer(call: Call) -> tuple[TensorType, ...]:
     return (TensorType(reduced_shape(call), call.types[0].dtype),)
 
 
-def _check_order(call: Call, asked: DataType) -> None:
+def _check_order(call: Call, requested: DataType) -> None:
     """Raises DefinitionError unless max and min keep the operand's type, and it has an order."""
-    if asked not in (DataType.Null, call.types[0].dtype):
+    if requested not in (DataType.Null, call.types[0].dtype):
         needed = f"{call.types[0].dtype.name}, the operand's"
-        raise user_error(f"{call.op.name}: a result type", asked.name, needed, "Cast the result with fd.ops.cast.")
+        raise user_error(f"{call.op.name}: a result type", requested.name, needed, "Cast the result with fd.ops.cast.")
     check_order(call.op.name, call.types[0])
 
 
 def _check_elements(call: Call) -> None:
-    """Raises DefinitionError where max or min has no element to take, unless the user has asked for its neutral one."""
+    """Raises DefinitionError where max or min has no element to take, unless the user has allowed its neutral one."""
     shape = call.types[0].shape
     empty = next((d for d in reduced_dims(call) if shape[d] == 0), None)
     if empty is not None and not call["empty"]:

@@ -96,6 +96,14 @@ class RuleBuilder:
         """
         return tuple(self.factor(n, kind, reduce) if d in chosen else self.dim(n) for d, n in enumerate(shape))
 
+    def build_summed(self, operands: Sequence[DimFactors], results: Sequence[DimFactors]) -> Rule:
+        """As `build`, with every factor that passes through and that no result has reduced by sum."""
+        kept = {f for dims in results for dim in dims for f in dim}
+        for place, factor in enumerate(self._factors):
+            if place not in kept and factor.kind is FactorKind.PASS:
+                self._factors[place] = Factor(factor.size, FactorKind.REDUCE)
+        return self.build(operands, results)
+
     def build(self, operands: Sequence[DimFactors], results: Sequence[DimFactors]) -> Rule:
         """The rule in which the dims of operands and results are made of these factors."""
         return _rule(tuple(self._factors), tuple(operands), tuple(results))

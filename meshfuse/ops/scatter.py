@@ -23,7 +23,8 @@ from .window_gradients import zero_padded
 K = ParamKind
 
 
-def _infer(call: Call) -> tuple[TensorType, ...]:
+def scatter_types(call: Call) -> tuple[TensorType, ...]:
+    """The type of the result, which is the first operand's. Raises DefinitionError where operands do not fit."""
     arg, *others = call.types
     check_same_ndim(call, *others)
     check_index(call, others[0])
@@ -31,7 +32,7 @@ def _infer(call: Call) -> tuple[TensorType, ...]:
     for what, limit in (("the tensor", arg), ("the source", others[-1])):
         for d, (n, most) in enumerate(zip(index.shape, limit.shape, strict=True)):
             if UNKNOWN not in (n, most) and n > most and not (limit is arg and d == dim):
-                raise user_error(f"scatter: dim {d} of the index is larger than that of {what}", str(n),
+                raise user_error(f"{call.op.name}: dim {d} of the index is larger than that of {what}", str(n),
                                  f"{most} or less", "Check the operands' shapes.")  # fmt: skip
     return (arg,)
 
@@ -123,7 +124,7 @@ OPS = (
     OpDef(
         "scatter",
         (Param("arg", K.TENSOR), Param("index", K.TENSOR), Param("src", K.TENSOR_OR_SCALAR), Param("dim", K.DIM)),
-        _infer,
+        scatter_types,
         _rule,
         _emit,
         samples=_samples,

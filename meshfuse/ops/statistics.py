@@ -98,13 +98,13 @@ def _distributed(
         return [_like(r, mean, dims, call.results[0]), _like(r, squares, dims, call.results[1]), total]
     variance = r.call("truediv", squares, float(max(0, count - call["correction"])))
     found = zip((variance, mean), call.results, strict=False)
-    return [_like(r, moment, dims, kind) for moment, kind in found]
+    return [_like(r, moment, dims, ttype) for moment, ttype in found]
 
 
-def _like(r: Writing, moment: TensorRef, dims: tuple[int, ...], kind: TensorType) -> TensorRef:
+def _like(r: Writing, moment: TensorRef, dims: tuple[int, ...], ttype: TensorType) -> TensorRef:
     """A moment in this type; dims of size 1 that the type does not have are dropped."""
-    kept = moment if r.type(moment).ndim == kind.ndim else r.call("squeeze", moment, list(dims))
-    return cast_to(r, kept, kind.dtype)
+    kept = moment if r.type(moment).ndim == ttype.ndim else r.call("squeeze", moment, list(dims))
+    return cast_to(r, kept, ttype.dtype)
 
 
 def _options(call: Call) -> str:

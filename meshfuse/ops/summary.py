@@ -49,7 +49,7 @@ class ExampleCall(NamedTuple):
     fates: Mapping[str, Sequence[str]]
 
     @property
-    def told(self) -> str:
+    def outcome(self) -> str:
         """The fates as text: `a, c pass; b reduced by sum`."""
         if len(self.fates) < 2:
             return f"all {next(iter(self.fates), 'pass')}"
@@ -63,7 +63,7 @@ def help_text(op: OpDef) -> str:
     parts = [
         [signature(op)],
         [op.about] if op.about else [],
-        [f"{example.text}: {example.told}" for example in found],
+        [f"{example.text}: {example.outcome}" for example in found],
         [f"{word}: {meaning}" for word, meaning in FATES.items() if word in words],
         [f"unreduced operands: {op.partial.value}", f"gradient: {'yes' if op.vjp else 'none'}"],
     ]

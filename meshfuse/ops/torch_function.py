@@ -74,7 +74,7 @@ class TorchOp:
             return tuple(f"K.neutral({shape}, {self.reduce!r}, torch.{t.dtype.value}, device)" for shape, t in shapes)
         kinds = [(s, t.dtype.value) for s, t in zip(e.result_shapes, e.call.results, strict=True)]
         wanted = "".join(f", ({shape}, torch.{dtype})" for shape, dtype in kinds)
-        return f"K.as_told({self.name!r}, {self._cropped(e, self._called(e))}{wanted})"
+        return f"K.checked_results({self.name!r}, {self._cropped(e, self._called(e))}{wanted})"
 
     def _called(self, e: Emit) -> str:
         notation, halos = self.expanded(e.call), self.halos(e.call)

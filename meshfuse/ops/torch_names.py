@@ -26,13 +26,9 @@ _ROWS = {
     "fd.ops.cast(fd.ops.eq(fd.ops.broadcast(i, [False, True]), fd.ops.iota(n)), mf.DataType.Float)": "one_hot",
     "fd.ops.embedding_fwd(i, weight)": "embedding",
     "fd.ops.take_along_axis(x, i, dim)": "take_along_dim",
-    "fd.ops.embedding_bwd(x, i, n), which adds the rows of x where i names them, to n rows of zeros": "index_add "
-    "segment_sum scatter_sum",
-    "fd.ops.take_along_axis_bwd(x, i, dim, n), which adds x along dim where i names it, to n zeros": "scatter_add",
+    "fd.ops.embedding_bwd(x, i, n), which adds the rows of x where i names them, to n rows of zeros": "segment_sum "
+    "scatter_sum",
     "fd.ops.where(mask, value, x)": "masked_fill",
-    "fd.ops.gather(x, fd.ops.argsort(x, dim), dim)": "sort",
-    "fd.ops.cat of two slices": "roll",
-    "fd.ops.index_select(x, fd.ops.iota(n, n - 1, -1), dim)": "flip",
     "fd.ops.triu(x.T).T": "tril",
     "x * x": "square",
     "fd.ops.sqrt(fd.ops.relu(fd.ops.sum(x * x, dims)))": "norm",
@@ -48,10 +44,13 @@ _ROWS = {
     ),
     "fd.ops.mean((x - y) * (x - y))": "mse_loss",
     "fd.ops.sdpfa_fwd(q, k, v, is_causal=True)[0]": "scaled_dot_product_attention attention",
-    "fd.ops.var_mean over the dims of the statistic, after fd.ops.reshape for groups": "batch_norm group_norm "
-    "instance_norm",
-    "a sum of fd.ops.linear over slices of fd.ops.pad, or an op of your own (docs/testing-an-op.md)": "conv1d conv2d "
-    "conv3d",
+    "fd.ops.convolution(x, weight, bias, stride, padding, dilation)": "conv1d conv2d conv3d conv",
+    "fd.ops.convolution(x, weight, bias, stride, padding, dilation, True, output_padding)": "conv_transpose1d "
+    "conv_transpose2d conv_transpose3d",
+    "fd.ops.max_pool(x, kernel, stride, padding)[0]": "max_pool1d max_pool2d max_pool3d",
+    "fd.ops.avg_pool(x, kernel, stride, padding)": "avg_pool1d avg_pool2d avg_pool3d",
+    "fd.ops.adaptive_avg_pool(x, sizes)": "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
+    "fd.ops.upsample_nearest(x, sizes) or fd.ops.upsample_linear(x, sizes)": "interpolate upsample",
     "fd.stop_gradient(fd.ops.set(x))": "detach",
     "fd.ops.set(x)": "clone contiguous",
     "fd.grad(loss, [x, y])": "backward",

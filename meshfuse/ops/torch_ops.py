@@ -14,22 +14,17 @@ from typing import Any
 
 from ..dtypes import DataType, promote
 from ..errors import caller_line, located, shown, user_error
-from .notation import Notation, parse
+from .notation import Notation
 from .opdef import Call, OpDef, Partial, Sample
 from .torch_derivatives import derivative
 from .torch_function import Function, Halos, TorchOp, Widths
 from .user_op_checks import (
-    check_claims,
-    check_halos,
-    check_options,
-    check_result_factors,
-    check_told,
-    check_widths,
+    checked_notation,
     is_function,
-    told_dtypes,
-    told_flops,
-    told_halo,
-    told_sizes,
+    returned_dtypes,
+    returned_flops,
+    returned_halo,
+    returned_sizes,
 )
 from .values import REQUIRED, Param, ParamKind
 
@@ -68,7 +63,7 @@ def torch_op(
     blocked: the factors, separated by spaces, that must be whole.
     reduce: how factors that only operands have are combined over ranks: "sum", "prod", "max" or "min".
     halo: by factor how many elements (before, after) its own a rank sees along the dims marked `~`, or a function of
-        the call that tells. The function is given that many more elements and returns the results of its own.
+        the call that gives them. The function is given that many more elements and returns the results of its own.
     fill: what stands beyond the ends of such dims.
     sizes: a function of the call that gives the sizes of factors which no operand has.
     dtype: the dtype of the results, one for each, or a function of the call; by default torch's promotion of the
@@ -83,24 +78,20 @@ def torch_op(
     not fit the function.
     """
     with located(caller_line()):
-        notation = parse(rule)
-        marks = {dim.factors for dims in notation.operands for dim in dims if dim.halo}
-        check_halos(notation, marks)
-        check_result_factors(notation, blocked)
-        check_claims(notation, blocked, reduce, partial, samples)
-        check_told(notation, marks, halo, sizes)
-        check_options(notation, fill, dtype, flops, domain, differentiable)
-        if marks and not is_function(halo):
-            check_widths(notation, marks, halo)
+        notation = checked_notation(
+            rule, blocked=blocked, reduce=reduce, halo=halo, fill=fill, sizes=sizes, dtype=dtype, partial=partial,
+            flops=flops, samples=samples, domain=domain, differentiable=differentiable,
+        )  # fmt: skip
     facts: dict[str, Any] = {"partial": partial, "samples": lambda: samples, "domain": domain}
-    facts |= {} if flops is None else {"flops": functools.partial(told_flops, notation, flops)}
+    facts |= {} if flops is None else {"flops": functools.partial(returned_flops, notation, flops)}
 
     def make(function: Function) -> OpDef:
         with located(caller_line()):
             params, called = _params(rule, notation, function), _name(name, function)
         op = TorchOp(
             called, notation, function, params, tuple(blocked.split()), reduce, _halos(notation, halo),
-            (fill,) * len(notation.operands), functools.partial(told_sizes, notation, sizes), _dtypes(notation, dtype),
+            (fill,) * len(notation.operands), functools.partial(returned_sizes, notation, sizes),
+            _dtypes(notation, dtype),
         )  # fmt: skip
         about = (inspect.getdoc(function) or "").partition("\n")[0].rstrip(".")
         return op.opdef(about=about, **facts, **(derivative(op) if differentiable and reduce == "sum" else {}))
@@ -112,7 +103,7 @@ def _halos(notation: Notation, halo: Callable[[Call], Widths] | Widths | None) -
     """By operand the widths of each factor in a call, from the `halo` option."""
 
     def halos(call: Call) -> Halos:
-        found: Any = told_halo(notation, halo(call)) if is_function(halo) else halo or {}
+        found: Any = returned_halo(notation, halo(call)) if is_function(halo) else halo or {}
         return tuple(
             {dim.factors[0]: found[dim.factors[0]] for dim in dims if dim.halo and any(found[dim.factors[0]])}
             for dims in notation.operands
@@ -133,7 +124,7 @@ def _dtypes(notation: Notation, given: Any) -> Callable[[Call], Sequence[DataTyp
         found: Any = given(call) if is_function(given) else given
         if found is None:
             found = functools.reduce(promote, (t.dtype for t in call.types))
-        return told_dtypes(notation, found, len(notation.results))
+        return returned_dtypes(notation, found, len(notation.results))
 
     return dtypes
 

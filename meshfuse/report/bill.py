@@ -150,7 +150,7 @@ def _entry(compiled: CompiledProgram, causes: Causes, others: Alternatives | Non
         step.kind.value, ", ".join(map(str, step.axes)), graph.tensors[tensor].label,
         wire_bytes(graph, tensor, step), reshard.why, str(reshard.line), str(step),
         compiled.resharded.seconds(reshard), str(step.src), str(step.dst), _op(compiled, cause),
-        _said(causes, cause.held), _said(causes, cause.needed),
+        _annotations_of(causes, cause.held), _annotations_of(causes, cause.needed),
         _instead(causes, other) if other is not None else None,
     )  # fmt: skip
 
@@ -162,7 +162,7 @@ def _op(compiled: CompiledProgram, cause: Cause) -> str:
     return f"{made.label} = {cause.reader.name}"
 
 
-def _said(causes: Causes, tensors: tuple[int, ...]) -> tuple[str, ...]:
+def _annotations_of(causes: Causes, tensors: tuple[int, ...]) -> tuple[str, ...]:
     return tuple(f"{causes.graph.tensors[i].label}, {annotated_where(causes.graph, i)}" for i in tensors)
 
 

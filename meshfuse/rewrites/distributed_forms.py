@@ -18,7 +18,7 @@ from ..ops.values import TensorRef
 from ..propagation import Planner, ShardedDefinition, cheaper
 from ..sharding.layout import Layout, axes, extent
 from ..sharding.value import Sharding
-from .graph_writer import GraphWriter
+from .graph_writer import GraphWriter, without_unread
 
 
 class Blocked(NamedTuple):
@@ -51,7 +51,7 @@ class Distributed:
 
     def __call__(self, graph: Graph) -> Graph:
         forms = dict(self.forms)
-        return _FormWriter(graph, forms).run(forms).noting(self)
+        return without_unread(_FormWriter(graph, forms).run(forms)).with_rewrite(self)
 
 
 def apply_distributed_forms(graph: Graph, plan: Planner) -> ShardedDefinition:

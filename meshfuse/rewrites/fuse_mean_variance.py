@@ -53,7 +53,7 @@ class Merged:
         """The graph itself, where a sum is divided by another number than that of its terms: it is no mean then."""
         if not all(_is_mean(graph.nodes[m.total], graph.nodes[m.mean]) for m in self.moments):
             return graph
-        return _rewritten(graph, self.moments).noting(self)
+        return _rewritten(graph, self.moments).with_rewrite(self)
 
 
 def fuse_mean_variance(sharded: ShardedDefinition, plan: Planner) -> ShardedDefinition:

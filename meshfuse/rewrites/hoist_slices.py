@@ -63,7 +63,7 @@ class Picked:
             return graph
         writer = _PickedWriter(graph)
         chosen = {node.id for node in graph.nodes if writer.is_of_sums(node)}
-        return without_unread(writer.run(chosen)).noting(self) if chosen else graph
+        return without_unread(writer.run(chosen)).with_rewrite(self) if chosen else graph
 
 
 class _PickedWriter(GraphWriter):

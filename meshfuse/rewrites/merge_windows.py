@@ -34,7 +34,7 @@ class Joined:
     def __call__(self, graph: Graph) -> Graph:
         windows = dict(self.windows)
         written = without_unread(_ShiftWriter(graph, {i: dict(dims) for i, dims in self.cut}, windows).run(windows))
-        return written.noting(self)
+        return written.with_rewrite(self)
 
 
 def merge_windows(sharded: ShardedDefinition, plan: Planner) -> ShardedDefinition:

@@ -36,7 +36,7 @@ class Regrouped:
     def __call__(self, graph: Graph) -> Graph:
         found = dict(self.sums)
         written = without_unread(_SumWriter(graph, found).run(found))
-        return written.noting(self)
+        return written.with_rewrite(self)
 
 
 class _SumWriter(GraphWriter):

@@ -63,7 +63,7 @@ class Surrounded:
             return graph
         writer = _SurroundsWriter(graph)
         made = writer.run(range(len(graph.nodes)))
-        return without_unread(made).noting(self) if writer.count else graph
+        return without_unread(made).with_rewrite(self) if writer.count else graph
 
 
 class _SurroundsWriter(GraphWriter):

@@ -57,7 +57,7 @@ class Parted:
 
     def __call__(self, graph: Graph) -> Graph:
         written = _PartsWriter(graph, self.cats).run(range(len(graph.nodes)))
-        return without_unread(written).noting(self)
+        return without_unread(written).with_rewrite(self)
 
 
 def split_concats(graph: Graph, plan: Planner) -> ShardedDefinition:

@@ -69,7 +69,7 @@ class Placed:
     def __call__(self, graph: Graph) -> Graph:
         put = dict(self.ops)
         written = without_unread(_PlacesWriter(graph, put).run(put))
-        return written.noting(self)
+        return written.with_rewrite(self)
 
 
 def update_in_place(graph: Graph, plan: Planner) -> ShardedDefinition:

@@ -27,6 +27,7 @@ class Environment:
     source: the launcher's name.
     agent_store: whether torchrun's agent already serves a store at `address:port`.
     listen_fd: a listening socket that `meshfuse run` gave to rank 0.
+    own_address: where this rank's peers reach it; "" for loopback on one machine, else as its host name says.
     attempt: differs between the restarts of one job; `restarts` counts them.
     """
 
@@ -41,6 +42,7 @@ class Environment:
     restarts: int = 0
     agent_store: bool = False
     listen_fd: int | None = None
+    own_address: str = ""
 
     @property
     def one_host(self) -> bool:

@@ -49,7 +49,7 @@ def install_hook(world: Publisher) -> None:
             world.publish_failure(error)
             # torch.distributed's own hook, where it came later, collects what this one prints: the process ends first.
             with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):
-                if follows is not None and _is_told_elsewhere(follows):
+                if follows is not None and _needs_no_traceback(follows):
                     _print_short(world.rank, follows)
                 else:
                     previous(kind, error, trace)
@@ -85,7 +85,7 @@ def report_user_errors() -> None:
     sys.excepthook = hook
 
 
-def _is_told_elsewhere(error: RankError) -> bool:
+def _needs_no_traceback(error: RankError) -> bool:
     """Whether the error's own text has all that this rank's traceback would say: the failed peer's, or the line."""
     return error.peer is not None or error.where is not None
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ..errors import ArgumentError, RankError, caller_line, user_error
 from ..kernels import fold
 from .deadlines import COLLECTIVES, is_of_torch, within
-from .environment import LOOPBACK
+from .environment import LOOPBACK, Environment
 from .job import Communicator
 from .reductions import REDUCE_OPS, check_reducible, gloo_form, movable, move_scale
 from .scratch import Scratch
@@ -184,18 +184,18 @@ class _BrokenConnections:
 
 def _options(world: Any) -> Any:
     options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-    options._devices = [_device(world.place.one_host)]
+    options._devices = [_device(world.place)]
     options._timeout = timedelta(seconds=world.limit)
     options._threads = _THREADS
     return options
 
 
-def _device(one_host: bool) -> Any:
+def _device(place: Environment) -> Any:
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface:
         return _device_of(interface.split(",")[0])
-    if one_host:
-        return dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)
+    if place.one_host or place.own_address:
+        return dist.ProcessGroupGloo.create_device(hostname=place.own_address or LOOPBACK)
     return dist.ProcessGroupGloo.create_default_device()
 
 

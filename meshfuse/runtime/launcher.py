@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from ..errors import ArgumentError, user_error
 from . import exit_page
@@ -27,7 +28,7 @@ _GRACE, _POLL, _LONGEST_PAUSE = 3.0, 0.02, 30.0
 _REMIND = 60.0  # Seconds after the first rank has ended: then those that still run are named.
 _PATIENCE = 1.0  # Seconds without output after which the pipe of an ended rank is abandoned.
 _MOST_RANKS = 4096  # On one machine; more is taken for a mistake.
-_came: list[int] = []  # The signal that stops the job, once it has come.
+_came: list[int] = []  # The signal that stops the job, from when it has come until it is acted on.
 # Signals that end a job, and signals that are passed on to a script with a handler: batch systems send one of these
 # before they take the machine away.
 _STOPS = (signal.SIGINT, signal.SIGTERM)
@@ -103,7 +104,7 @@ def _run_attempts(job: JobSpec, register: Callable[[RankProcess], None], pause: 
             say(f"not restarted: the time limit is over before the next attempt, which would be in {pause:g} s")
             return TIMED_OUT_CODE
         say(f"restart {attempt + 1} of {job.max_restarts} in {pause:g} s")
-        time.sleep(pause)
+        _sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
     say(f"gave up: all {job.max_restarts} restarts are used up")
     return code
@@ -112,17 +113,19 @@ def _run_attempts(job: JobSpec, register: Callable[[RankProcess], None], pause: 
 def _attempt(job: JobSpec, attempt: int, page: int | None, register: Callable[[RankProcess], None]) -> int:
     """Start all ranks, wait, and end them all; the exit code."""
     started: list[RankProcess] = []
+    _raise_if_signalled()
     try:
         with startable(f"a job of {job.ranks} ranks"), listening() as listener:
             base = job_variables(job, attempt, listener.getsockname()[1], page)
             for rank in range(job.ranks):
                 start(rank, job, base, listener, page, started)
                 register(started[-1])
+                _raise_if_signalled()
         code = _watch(started, job.deadline, page)
         _end(started)
+        _raise_if_signalled()
         return code
     except BaseException as error:
-        # A signal may have come while the ranks were being ended; from then on no other does (`_signals`).
         if isinstance(error, _Interrupted):
             _tell_all(started, page, f"is ended by the launcher, which got {_name(error.number)}")
         _end(started, _PATIENCE)
@@ -134,8 +137,7 @@ def _watch(started: list[RankProcess], deadline: float | None, page: int | None)
     finished: set[int] = set()
     remind = math.inf
     while True:
-        if _came:  # Python drops exceptions of signal handlers that run inside a callback, such as one after a fork.
-            raise _Interrupted(_came[0])
+        _raise_if_signalled()
         codes = {r.rank: r.process.poll() for r in started}
         for rank in [rank for rank, code in codes.items() if code == 0 and rank not in finished]:
             finished.add(rank)
@@ -159,6 +161,23 @@ def _watch(started: list[RankProcess], deadline: float | None, page: int | None)
         time.sleep(_POLL)
 
 
+def _raise_if_signalled() -> None:
+    """Raise the signal that has come, if one has. The handler itself does not raise.
+
+    An exception in the middle of the standard library would leave its locks held: `Popen.poll` has one.
+    """
+    if _came:
+        raise _Interrupted(_came.pop())
+
+
+def _sleep(duration: float) -> None:
+    """Sleep until the time is over or a signal comes, which is raised."""
+    until = time.monotonic() + duration
+    while time.monotonic() < until:
+        _raise_if_signalled()
+        time.sleep(_POLL)
+
+
 def _waited_for(running: list[RankProcess]) -> str:
     """A line that names the ranks that still run when the others have ended: a stopped one never ends by itself."""
     states = {r.rank: state_of(identity_of(r.process.pid)) for r in running}
@@ -171,7 +190,7 @@ def _first_failure(started: list[RankProcess], failed: dict[int, int]) -> tuple[
     until = time.monotonic() + _GRACE
     codes: dict[int, int | None] = {r.rank: failed.get(r.rank) for r in started}
     while set(failed.values()) == {FOLLOWER_CODE} and None in codes.values() and time.monotonic() < until:
-        time.sleep(_POLL)
+        _sleep(_POLL)
         codes = {r.rank: r.process.poll() for r in started}
         failed = {rank: code for rank, code in codes.items() if code}
     return next(((rank, code) for rank, code in failed.items() if code not in _OF_OTHERS), next(iter(failed.items())))
@@ -211,7 +230,7 @@ def _tell_all(started: list[RankProcess], page: int | None, text: str) -> None:
 def _end(started: list[RankProcess], limit: float = math.inf) -> None:
     """SIGTERM to the process group of every rank, SIGKILL after a grace period; then the rest of their output.
 
-    Reading the output takes at most `limit` seconds.
+    Reading the output takes at most `limit` seconds, and ends when a signal comes.
     """
     _signal_all(started, signal.SIGTERM)
     until = time.monotonic() + _GRACE
@@ -222,7 +241,7 @@ def _end(started: list[RankProcess], limit: float = math.inf) -> None:
         r.process.wait()
     until = time.monotonic() + limit
     for reader in [reader for r in started for reader in r.readers]:
-        reader.drain(_PATIENCE, until)
+        reader.drain(_PATIENCE, lambda: bool(_came) or time.monotonic() >= until)
 
 
 def _signal_all(started: list[RankProcess], number: signal.Signals) -> None:
@@ -237,7 +256,7 @@ def _signal_all(started: list[RankProcess], number: signal.Signals) -> None:
 
 @contextmanager
 def _signals() -> Iterator[list[RankProcess]]:
-    """A context in which signals that end a job raise, so that the ranks are ended on the way out.
+    """A context in which signals that end a job are noted, for `_raise_if_signalled`: the ranks are ended first.
 
     Yields a list of ranks to fill. Notices are passed on to those that have a handler, and end the job if none has.
     Ignored signals, as under nohup, stay ignored.
@@ -248,35 +267,31 @@ def _signals() -> Iterator[list[RankProcess]]:
         return
 
     _came.clear()
+    stops: list[int] = []
     launcher = os.getpid()
     caught = [n for n in (*_STOPS, *_NOTICES) if signal.getsignal(n) != signal.SIG_IGN]
 
     def stop(number: int, frame: object) -> None:
         if os.getpid() != launcher:
             os._exit(128 + number)  # A rank before its exec: its program would inherit what is ignored.
-        if number in _NOTICES and _pass_on(ranks, number):
-            return
-        for other in caught:
-            signal.signal(other, signal.SIG_IGN)  # Ending the ranks takes seconds and must not be cut short.
+        if stops or (number in _NOTICES and _pass_on(ranks, number)):
+            return  # Ending the ranks takes seconds and is not cut short by another signal.
+        stops.append(number)
         _came.append(number)
-        raise _Interrupted(number)
 
     before = {number: signal.getsignal(number) for number in caught}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
     try:
-        for number in caught:
-            signal.signal(number, stop)
+        _handle(dict.fromkeys(caught, stop))
         yield ranks
     finally:
-        try:
-            restore()
-        except _Interrupted:  # After the first signal the others are ignored.
-            restore()
-            raise
+        _handle(before)
+    _raise_if_signalled()
+
+
+def _handle(handlers: Mapping[signal.Signals, Any]) -> None:
+    """Install these handlers, by signal."""
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def _pass_on(ranks: list[RankProcess], number: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import sys
 import threading
@@ -44,14 +43,14 @@ class Forwarder:
         self._out.flush()
         self._moved, self._writing = time.monotonic(), False
 
-    def drain(self, patience: float, until: float = math.inf) -> None:
-        """Wait until all that was printed has been passed on, or until `until`, a `time.monotonic()`.
+    def drain(self, patience: float, over: Callable[[], bool] = lambda: False) -> None:
+        """Wait until all that was printed has been passed on, or until `over()`.
 
         A pipe in which nothing moves for `patience` seconds is given up: a process that has left its rank's group holds
         it.
         """
         start = time.monotonic()
-        while self._thread.is_alive() and time.monotonic() < until:
+        while self._thread.is_alive() and not over():
             self._thread.join(_POLL)
             if not self._writing and time.monotonic() - max(self._moved, start) > patience:
                 return

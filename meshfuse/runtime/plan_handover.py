@@ -93,21 +93,21 @@ class PlanHandover:
                     last_look = time.monotonic()
                     if not self._is_at_it(maker, what, start):
                         return ""
-            return self._asked(what, maker, lambda: self._store.get(place)).decode()
+            return self._answer_of(what, maker, lambda: self._store.get(place)).decode()
 
     def _is_there(self, place: str, maker: int, what: str) -> bool:
-        return not self._asked(what, maker, lambda: await_keys(self._store, [place], _LOOK, lambda: None))
+        return not self._answer_of(what, maker, lambda: await_keys(self._store, [place], _LOOK, lambda: None))
 
     def _is_given_up(self, place: str, maker: int, ranks: Collection[int], what: str) -> bool:
         """Whether nobody makes the text any more. RankError where a peer has failed, or a maker that is needed."""
         self.world.raise_if_failed(what)
         context = self.world.failure_context()
         within(1.0, lambda: context.peers.remember([maker]))
-        if context.peers.gone([maker]) or self._asked(what, maker, lambda: goodbye(self._store, maker)) is not None:
+        if context.peers.gone([maker]) or self._answer_of(what, maker, lambda: goodbye(self._store, maker)) is not None:
             if maker in ranks:
                 raise peers_gone(context, what, [maker])
             return True
-        return not self._asked(what, maker, lambda: self._store.check([f"{place}/by"]))
+        return not self._answer_of(what, maker, lambda: self._store.check([f"{place}/by"]))
 
     def _is_at_it(self, maker: int, what: str, start: float) -> bool:
         """Whether the maker, when asked, says that it plans. RankTimeout where it says nothing."""
@@ -118,5 +118,5 @@ class PlanHandover:
             raise timed_out(context, what, [maker], seconds_since(start))
         return plans(answers[maker])
 
-    def _asked(self, what: str, maker: int, action: Callable[[], T]) -> T:
+    def _answer_of(self, what: str, maker: int, action: Callable[[], T]) -> T:
         return self._rendezvous.query_store(what, [maker], action)

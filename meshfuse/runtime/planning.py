@@ -1,4 +1,4 @@
-"""What a rank plans. Peers that wait for it ask, and are told; after two seconds so is whoever reads its stderr.
+"""What a rank plans. Peers that wait for it read it; after two seconds it is printed to stderr.
 
 A rank that plans is no dead peer, however long it takes: waits for other ranks go on while one of them plans, and those
 that are waited for answer. A rank that is stopped, or was killed, answers nothing.

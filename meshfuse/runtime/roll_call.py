@@ -1,7 +1,7 @@
 """Who failed, and where everyone else is: published tracebacks, and a roll call of the ranks.
 
 Each rank runs a thread that sleeps on the store until a peer calls it, and then answers where this rank's main thread
-is. So a rank that is stopped or gone can be told from one that is only slow.
+is. So a rank that is stopped or gone is distinguished from one that is only slow.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def roll_call(store: dist.Store, ranks: Iterable[int], seconds: float = _LOOK) -
 
 
 def _call(store: dist.Store, ranks: tuple[int, ...], seconds: float) -> dict[int, str | None]:
-    finished = {rank: said for rank in ranks if (said := goodbye(store, rank)) is not None}
+    finished = {rank: message for rank in ranks if (message := goodbye(store, rank)) is not None}
     replies = {rank: _ring(store, rank) for rank in ranks if rank not in finished}
     silent = await_keys(store, list(replies.values()), seconds, lambda: None)
     answers = {rank: None if key in silent else store.get(key).decode() for rank, key in replies.items()}
@@ -89,7 +89,7 @@ def _call(store: dist.Store, ranks: tuple[int, ...], seconds: float) -> dict[int
 
 
 def goodbye(store: dist.Store, rank: int) -> str | None:
-    """What a rank said when it left the job; None where it has not left."""
+    """The message of a rank that left the job; None where it has not left."""
     key = f"left/{rank}"
     return store.get(key).decode() if store.check([key]) else None
 

@@ -30,13 +30,13 @@ class Scratch:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         # By size the execution that asked last. Then the bytes of all buffers that are kept, and the execution in which
         # buffers were last let go.
-        self._asked: dict[tuple[int, torch.dtype], int] = {}
+        self._used: dict[tuple[int, torch.dtype], int] = {}
         self._bytes, self._looked = 0, 0
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer of `count` elements with any values: one that was given back, if there is one."""
         free = self._free.get((count, dtype))
-        self._asked[count, dtype] = CLOCK.now
+        self._used[count, dtype] = CLOCK.now
         if free:
             return free.pop()
         if self._bytes > KEPT and self._looked < CLOCK.now:
@@ -48,8 +48,8 @@ class Scratch:
 
     def _let_go(self) -> None:
         self._looked = CLOCK.now
-        for key in [key for key, asked in self._asked.items() if asked < CLOCK.now - RECENT]:
-            del self._asked[key]
+        for key in [key for key, used in self._used.items() if used < CLOCK.now - RECENT]:
+            del self._used[key]
             self._bytes -= sum(buffer.nbytes for buffer in self._free.pop(key, ()))
 
     def give(self, *buffers: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from .exit_hooks import FOLLOWER
 from .output import Forwarder, say
 from .processes import die_with_parent
 
-# Exit codes of ranks that end because of others (`exits.FOLLOWER`): numbers that scripts seldom use.
+# Exit codes of ranks that end because of others (`exit_hooks.FOLLOWER`): numbers that scripts seldom use.
 FOLLOWER_CODE, WAITED_CODE = 117, 118
 
 

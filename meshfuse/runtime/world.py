@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -55,6 +56,12 @@ class Activity(Protocol):
     def place(self, frame: FrameType | None) -> str: ...
 
 
+class _OfThread(threading.local):
+    """What gives a thread its world where it is a rank of its own: a worker of a session."""
+
+    enter: Callable[[], World] | None = None
+
+
 class World:
     """The ranks of this job, as one of them sees them. `World.current()` is that of this process.
 
@@ -67,6 +74,7 @@ class World:
     """
 
     _current: ClassVar[World | None] = None
+    _of_thread: ClassVar[_OfThread] = _OfThread()
 
     def __init__(self, place: Environment, limit: float):
         self.place, self.limit = place, limit
@@ -94,8 +102,11 @@ class World:
     def current(cls) -> World:
         """The world of this process; the first call joins the job. Raises RankTimeout if rank 0 cannot be reached.
 
-        A process that was alone joins a job later if the script calls `torch.distributed.init_process_group`.
+        A process that was alone joins a job later if the script calls `torch.distributed.init_process_group`. A thread
+        that is a worker of a session has the session's world.
         """
+        if cls._of_thread.enter is not None:
+            return cls._of_thread.enter()
         if cls._current is None or (cls._current.place.source == "none" and _in_default_group()):
             with located(caller_line()):
                 place, limit = _place(), time_limit()
@@ -103,9 +114,14 @@ class World:
         return cls._current
 
     @classmethod
+    def enter_by(cls, enter: Callable[[], World] | None) -> None:
+        """Let this thread be a rank of its own, in the world that `enter` gives; None ends that."""
+        cls._of_thread.enter = enter
+
+    @classmethod
     def joined(cls) -> World | None:
         """The job of several ranks that this process has joined and not left, if any."""
-        world = cls._current
+        world = cls.current() if cls._of_thread.enter is not None else cls._current
         return None if world is None or world._responder is None or os.getpid() != world._process else world
 
     @classmethod
@@ -133,7 +149,7 @@ class World:
 
         Its next execution first compares with those ranks where they stopped.
         """
-        world = cls._current
+        world = cls.current() if cls._of_thread.enter is not None else cls._current
         if world is not None and world.size > 1:
             ranks = [rank for rank in ranks_of(world.size) if rank < world.size]
             if world.rank in ranks:

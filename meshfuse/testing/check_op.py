@@ -76,7 +76,7 @@ def check_op(op: OpDef, *, samples: Sequence[Sample] | None = None, max_examples
         if found is None or found < low or (high is not None and found > high):
             raise user_error(f"check_op: {name}", shown(value), f"an int >= {low}{f', at most {high}' if high else ''}",
                              "Leave it out, or pass one.", caller_line())  # fmt: skip
-    with _one_thread(), _with_autograd(), _told(op), located(caller_line()), torch.device("cpu"):
+    with _one_thread(), _with_autograd(), _errors_as_claims(op), located(caller_line()), torch.device("cpu"):
         given = list(op.samples() if samples is None else samples)
         if not given:
             do = "Give samples=[mf.Sample((mf.TensorType(...), ...)), ...]."
@@ -85,7 +85,7 @@ def check_op(op: OpDef, *, samples: Sequence[Sample] | None = None, max_examples
 
 
 @contextlib.contextmanager
-def _told(op: OpDef) -> Iterator[None]:
+def _errors_as_claims(op: OpDef) -> Iterator[None]:
     """In this context, an error or wrong value from a function of the OpDef counts as a claim that does not hold."""
     try:
         yield
@@ -147,7 +147,7 @@ def _check(op: OpDef, given: Sequence[Sample], max_examples: int, max_ranks: int
 
 def _is_float(call: Call) -> bool:
     """Whether a result is of a type that has gradients: whole numbers and indices have none."""
-    return any(kind.dtype.category >= Category.FLOAT for kind in call.results)
+    return any(ttype.dtype.category >= Category.FLOAT for ttype in call.results)
 
 
 def _raise(problem: str | None) -> None:

@@ -96,7 +96,7 @@ def radix(index: int, sizes: Sequence[int]) -> list[int]:
 class _Collected:
     """One result that is put together from parts, each with the global indices that it has."""
 
-    kind: TensorType
+    ttype: TensorType
     parts: dict[tuple[tuple[int, ...], ...], torch.Tensor] = field(default_factory=dict)
     ranks: dict[tuple[tuple[int, ...], ...], int] = field(default_factory=dict)
 
@@ -111,11 +111,11 @@ class _Collected:
             self.parts[index] = _COMBINE[reduce](self.parts[index], part)
 
     def assembled(self) -> torch.Tensor:
-        dtype = torch_dtype(self.kind)
-        out = torch.zeros(self.kind.shape, dtype=torch.int64 if dtype == torch.uint64 else dtype, device="cpu")
-        written = torch.zeros(self.kind.shape, dtype=torch.int64, device="cpu")
+        dtype = torch_dtype(self.ttype)
+        out = torch.zeros(self.ttype.shape, dtype=torch.int64 if dtype == torch.uint64 else dtype, device="cpu")
+        written = torch.zeros(self.ttype.shape, dtype=torch.int64, device="cpu")
         for index, part in self.parts.items():
-            if part.numel() or not self.kind.shape:
+            if part.numel() or not self.ttype.shape:
                 grid = torch.meshgrid(*[torch.tensor(i, device="cpu") for i in index], indexing="ij") if index else ()
                 out[grid], written[grid] = part.to(out.dtype), written[grid] + 1
         if not bool((written == 1).all()):
@@ -159,7 +159,7 @@ class Sharded:
 
     def _side(self, tensors: Sequence[Any], types: Sequence[TensorType]) -> list[tuple[Layout, ...]] | None:
         pairs = zip(tensors, types, strict=True)
-        dims = [tensor_layouts(self.rule, t, kind.shape, self.layouts) for t, kind in pairs]
+        dims = [tensor_layouts(self.rule, t, ttype.shape, self.layouts) for t, ttype in pairs]
         return None if None in dims else [d for d in dims if d is not None]
 
     def indices(self, dims: Sequence[Sequence[int]], shape: Sequence[int], rank: int) -> list[torch.Tensor]:
@@ -181,7 +181,7 @@ class Sharded:
         if shardings is None:
             return None
         done: dict[tuple[int, ...], list[torch.Tensor]] = {}
-        self.collected = [_Collected(kind) for kind in self.call.results]
+        self.collected = [_Collected(ttype) for ttype in self.call.results]
         for rank in self.ranks:
             results = self._local(operands, shardings, rank, salt)
             key = tuple(d for layout in self.layouts for d in digits(self.mesh, rank, layout))
@@ -221,12 +221,12 @@ class Sharded:
     def _collect(self, results: Sequence[torch.Tensor], rank: int) -> None:
         triples = zip(self.collected, self.rule.results, results, strict=True)
         for place, (one, dims, result) in enumerate(triples):
-            index = self.indices(dims, one.kind.shape, rank)
+            index = self.indices(dims, one.ttype.shape, rank)
             wanted = tuple(map(len, index))
             if tuple(result.shape) != wanted:
                 raise Wrong(
                     f"result {place} has local shape {list(result.shape)}, its factors give {list(wanted)}", rank
                 )
-            if result.dtype != torch_dtype(one.kind):
-                raise Wrong(f"result {place} is of {result.dtype}, the type rule says {torch_dtype(one.kind)}", rank)
+            if result.dtype != torch_dtype(one.ttype):
+                raise Wrong(f"result {place} is of {result.dtype}, the type rule says {torch_dtype(one.ttype)}", rank)
             one.add(tuple(tuple(i.tolist()) for i in index), result, self.reduce, rank)

@@ -1,5 +1,5 @@
 """The ledger: what plans cost and what programs do, kept in a file, so that no plan changes unseen.
 
-`entries.json` is the file, `write.py` writes it, `facts` tells what an entry is, `known_programs` and `drawn` which
+`entries.json` is the file, `write.py` writes it, `facts` makes an entry, `known_programs` and `drawn` which
 programs there are.
 """

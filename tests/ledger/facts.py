@@ -101,7 +101,7 @@ class _Steps:
         call, placement = self.compiled.graph.nodes[compute.node].call, compute.placement
         sides = ((call.types, placement.operands), (call.results, placement.results))
         shapes = [
-            [sharding.local_shape(kind.shape, self.rank) for kind, sharding in zip(*side, strict=True)]
+            [sharding.local_shape(ttype.shape, self.rank) for ttype, sharding in zip(*side, strict=True)]
             for side in sides
         ]
         return call.op.name, shapes

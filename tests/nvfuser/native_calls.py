@@ -43,10 +43,10 @@ def make_call(op: OpDef, sample: Sample, dtype: DataType | None = None, *, typed
         types.append(TensorType(value.shape, dtype) if replaced else value)  # type: ignore[arg-type]
         return TensorRef(len(types) - 1)
 
-    def asked(value: Any) -> Any:
+    def argument(value: Any) -> Any:
         return dtype if dtype is not None and isinstance(value, DataType) else value
 
-    args = bind(op, [asked(a) for a in sample.args], {k: asked(a) for k, a in sample.kwargs.items()}, resolve)
+    args = bind(op, [argument(a) for a in sample.args], {k: argument(a) for k, a in sample.kwargs.items()}, resolve)
     results = op.infer(Call(op, args, tuple(types))) if typed else ()
     return Call(op, args, tuple(types), results)
 

@@ -57,7 +57,7 @@ def test_whole_programs(
     assert all(backend == "nvfuser" or why == f"nvfuser: {LIBRARY}" for backend, why in chosen(fd))
 
 
-def test_what_is_left_to_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_say_which_ops_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_kernels.use(monkeypatch)
     program = PROGRAMS["dropout"]
     fd = program.definition(mf.DeviceMesh((2,), ("r",)), DataType.Float)
@@ -95,10 +95,10 @@ def test_what_has_no_kernel_is_found_among_other_ops(
     inputs = program.inputs(torch.float64)
     for _ in range(2):
         compare(fd.simulate(inputs), program.expected(inputs), torch.float64)
-    told = "; ".join(why for _, why in chosen(fd))
-    assert all(f"{name} has no kernel" in told for name in refused)
-    native = sum(int(n) for n in re.findall(r"(\d+) ops compiled", told))
-    assert native > others, told
+    reasons = "; ".join(why for _, why in chosen(fd))
+    assert all(f"{name} has no kernel" in reasons for name in refused)
+    native = sum(int(n) for n in re.findall(r"(\d+) ops compiled", reasons))
+    assert native > others, reasons
 
 
 ORDERS = list(itertools.permutations(range(3)))
@@ -141,8 +141,8 @@ def test_a_cpu_leaves_segments_to_torch(monkeypatch: pytest.MonkeyPatch) -> None
     program = PROGRAMS["softmax"]
     fd, inputs = program.definition(mf.DeviceMesh((2,), ("r",)), DataType.Float), program.inputs(torch.float32)
     compare(fd.simulate(inputs), program.expected(inputs), torch.float32)
-    told = "nvfuser: nvFuser computes on CUDA devices, and these tensors are on cpu"
-    assert set(chosen(fd)) == {("eager", told)}
+    reason = "nvfuser: nvFuser computes on CUDA devices, and these tensors are on cpu"
+    assert set(chosen(fd)) == {("eager", reason)}
 
 
 Of = Callable[..., Any]

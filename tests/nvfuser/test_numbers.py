@@ -86,7 +86,7 @@ def test_integers_that_may_be_indices_are_zeros() -> None:
     assert not drawn(like, torch.device("cpu"), torch.Generator()).any()
 
 
-def test_what_is_told_of_an_exception() -> None:
+def test_a_cpu_is_refused_before_anything_is_computed() -> None:
     """A device without nvFuser's kernels says so, before anything is computed."""
     with pytest.raises(Unsupported, match="computes on CUDA devices"):
         CudaLauncher().check(torch.device("cpu"))

@@ -85,7 +85,7 @@ def test_a_free_sum_costs_less_than_nvfusers_all_reduce(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", plans.KEPT)
-def test_outputs_that_nothing_is_said_of_lie_where_nvfuser_leaves_them(name: str) -> None:
+def test_unannotated_outputs_lie_where_nvfuser_leaves_them(name: str) -> None:
     mesh = nvfuser.multidevice.DeviceMesh(range(plans.RANKS))
 
     def split(tensor: Any, dim: int) -> None:

@@ -124,8 +124,8 @@ def arguments(fd: mf.FusionDefinition) -> list[Any]:
 def _argument(fd: mf.FusionDefinition, ref: Any) -> Any:
     if not isinstance(ref, TensorRef):
         return 2.0
-    kind = fd.recording.tensors[ref.id].type
-    return torch.randint(0, 5, kind.shape).to(getattr(torch, kind.dtype.value))
+    ttype = fd.recording.tensors[ref.id].type
+    return torch.randint(0, 5, ttype.shape).to(getattr(torch, ttype.dtype.value))
 
 
 Launched = tuple[list[torch.Tensor], list[torch.Tensor]]

@@ -1,6 +1,6 @@
 """Programs run whole through the nvFuser backend, with their unsharded torch: by fake kernels, and on a GPU.
 
-Each takes a mesh of one axis, "r"; inputs are float64 or float32, or what is asked for.
+Each takes a mesh of one axis, "r"; inputs are float64 or float32, or of the given dtype.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class Fault:
     ranks_started: int = RANKS
     port_taken: bool = False
     env: dict[str, str] = field(default_factory=dict)
-    others: dict[int, dict[str, str]] = field(default_factory=dict)  # what single ranks are told otherwise
+    others: dict[int, dict[str, str]] = field(default_factory=dict)  # variables of single ranks that differ
 
     def __str__(self) -> str:
         return f"{self.name} [{self.mode}]"
@@ -276,14 +276,14 @@ def _strangers() -> Iterator[Fault]:
     )
     yield Fault("port in use", "variables", absent, says, stall=STALL, env=limit, port_taken=True)
     for kind, name in (("that is not there", "no.such.host.invalid"), ("that is no name", ".cluster.local")):
-        said, address = (f"the address of rank 0 cannot be looked up: found {name}",), {"MASTER_ADDR": name}
-        yield Fault(f"an address {kind}", "variables", absent, said, env=limit | address)
-    said = ("ranks disagree on the size of their world",)
+        messages, address = (f"the address of rank 0 cannot be looked up: found {name}",), {"MASTER_ADDR": name}
+        yield Fault(f"an address {kind}", "variables", absent, messages, env=limit | address)
+    messages = ("ranks disagree on the size of their world",)
     yield Fault(
-        "another world size", "variables", absent, said, stall=STALL, env=limit, others={1: {"WORLD_SIZE": "4"}}
+        "another world size", "variables", absent, messages, stall=STALL, env=limit, others={1: {"WORLD_SIZE": "4"}}
     )
-    said = ("two processes are rank 1 of this job",)
-    yield Fault("two of one rank", "variables", absent, said, stall=STALL, env=limit, others={2: {"RANK": "1"}})
+    messages = ("two processes are rank 1 of this job",)
+    yield Fault("two of one rank", "variables", absent, messages, stall=STALL, env=limit, others={2: {"RANK": "1"}})
 
 
 def _launchers() -> Iterator[Fault]:

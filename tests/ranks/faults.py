@@ -67,8 +67,8 @@ class Job:
             size = RANKS if healthy else self.fault.ranks_started
             env = {"MASTER_ADDR": "127.0.0.1"} | env | {"WORLD_SIZE": str(RANKS), "MASTER_PORT": self.port}
             others = {} if healthy else self.fault.others
-            told = [env | {"RANK": str(rank)} | others.get(rank, {}) for rank in range(size)]
-            self.processes = [forked.start(path, variables, self.log) for variables in told]
+            environments = [env | {"RANK": str(rank)} | others.get(rank, {}) for rank in range(size)]
+            self.processes = [forked.start(path, variables, self.log) for variables in environments]
 
     def _launch(self, path: Path, env: dict[str, str]) -> Any:
         if self.fault.mode == RUN:

@@ -67,15 +67,15 @@ def _read_once_variables():
 
 def finished(words: Sequence[str], variables: Mapping[str, str], folder: Path, limit: float) -> CompletedProcess[str]:
     """`python words...`, run to its end: a script, or `-m` with one of the launchers and a script."""
-    said = [folder / "stdout", folder / "stderr"]
-    for path in said:
+    outputs = [folder / "stdout", folder / "stderr"]
+    for path in outputs:
         path.write_text("")
     if words[0] == "-m":
-        process = start_job(LAUNCHERS[words[1]], words[2:], variables, said[0], said[1])
+        process = start_job(LAUNCHERS[words[1]], words[2:], variables, outputs[0], outputs[1])
     else:
-        process = start(Path(words[0]), variables, said[0], errors=said[1], args=words[1:])
+        process = start(Path(words[0]), variables, outputs[0], errors=outputs[1], args=words[1:])
     process.join(limit)
-    out, errors = (path.read_text() for path in said)
+    out, errors = (path.read_text() for path in outputs)
     if process.exitcode is None:
         process.kill()
         process.join()
@@ -148,9 +148,9 @@ class _Forked(subprocess.Popen):  # type: ignore[type-arg]
 
 def _as_if_imported_now() -> None:
     """What importing meshfuse does in a rank of `meshfuse run`: it was imported where no launcher said anything."""
-    from meshfuse.runtime import exit_hooks as exits
+    from meshfuse.runtime import exit_hooks
 
-    exits.report_user_errors()
+    exit_hooks.report_user_errors()
 
 
 def _prepare(variables: dict[str, str], log: str, errors: str) -> None:

@@ -112,8 +112,8 @@ def run_bare(
     logs = [folder / f"rank{rank}.log" for rank in range(size)]
     ranks = [forked.start(path, common | {"RANK": str(rank)}, log) for rank, log in enumerate(logs)]
     hung = _end(ranks, stopped)
-    said = ["HUNG" if rank in hung else log.read_text() for rank, log in enumerate(logs)]
-    return [(ranks[rank].exitcode, said[rank]) for rank in range(size)]
+    outputs = ["HUNG" if rank in hung else log.read_text() for rank, log in enumerate(logs)]
+    return [(ranks[rank].exitcode, outputs[rank]) for rank in range(size)]
 
 
 def _end(ranks: Sequence[BaseProcess], stopped: int | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""One rank of a RankPool: runs the functions it is told to, and sends back what they return or raise."""
+"""One rank of a RankPool: runs the functions that it is sent, and sends back what they return or raise."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -40,12 +41,16 @@ def _load_file(path: str) -> Any:
 
 
 def answer(message: bytes) -> bytes:
-    """Run one command; the reply is a pickled (worked, result or traceback)."""
-    try:
-        target, args = pickle.loads(message)
-        return pickle.dumps((True, load(target)(*args)))
-    except Exception:
-        return pickle.dumps((False, traceback.format_exc()))
+    """Run one command; the reply is a pickled (worked, result or traceback).
+
+    What it sets in the environment does not last: the next command may be another test's.
+    """
+    with mock.patch.dict(os.environ):
+        try:
+            target, args = pickle.loads(message)
+            return pickle.dumps((True, load(target)(*args)))
+        except Exception:
+            return pickle.dumps((False, traceback.format_exc()))
 
 
 def main() -> None:

@@ -16,8 +16,7 @@ from rank_pool import START, alive, run_bare, wait_until
 import meshfuse as mf
 from meshfuse.errors import SourceLine
 from meshfuse.executor.spmd import RankProgram
-from meshfuse.runtime import diagnosis
-from meshfuse.runtime import exit_hooks as exits
+from meshfuse.runtime import diagnosis, exit_hooks
 from meshfuse.runtime.call_order import Calls
 from meshfuse.runtime.roll_call import Failure
 
@@ -53,7 +52,7 @@ def on_rank_of_mesh(size: int, idle_ranks: bool) -> tuple[str, list[torch.Tensor
     return error_of(lambda: found.extend(fd.execute(inputs, idle_ranks=idle_ranks))), found
 
 
-def test_a_mesh_larger_than_the_world(ranks2):
+def test_a_mesh_larger_than_the_world_is_an_error(ranks2):
     text = (
         "DefinitionError: the mesh is larger than the world: DeviceMesh((4,), ('tp',)): found 2 ranks, "
         "needed 4 ranks. Start them with 'meshfuse run --ranks 4 script.py', or use fd.simulate. "
@@ -63,7 +62,7 @@ def test_a_mesh_larger_than_the_world(ranks2):
         assert error.startswith(text)
 
 
-def test_a_mesh_larger_than_one_process():
+def test_a_mesh_larger_than_one_process_is_an_error():
     fd, inputs = replicated_product(mf.DeviceMesh((2,), ("tp",)))
     with pytest.raises(mf.DefinitionError, match="found 1 rank, needed 2 ranks"):
         fd.execute(inputs)
@@ -77,7 +76,7 @@ def on_rank_without_numbers(whole: bool) -> tuple[str, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_tensors_without_numbers(ranks2, whole):
+def test_meta_tensors_are_an_error(ranks2, whole):
     for error, (found,) in ranks2.run(on_rank_without_numbers, whole):
         assert error.startswith("ArgumentError: on several ranks: arguments without numbers: found x (t0) on meta")
         assert "(at test_bad_programs.py:" in error
@@ -96,13 +95,13 @@ def on_rank_without_memory() -> tuple[str, bool, list[torch.Tensor]]:
     fd, inputs = replicated_product(mesh)
     try:
         large.execute([torch.ones(1).expand(size // 2)])
-        said, is_known = "no error", False
+        message, is_known = "no error", False
     except torch.OutOfMemoryError as error:
-        said, is_known = str(error), isinstance(error, mf.OutOfMemoryError)
-    return said, is_known, fd.execute(inputs)
+        message, is_known = str(error), isinstance(error, mf.OutOfMemoryError)
+    return message, is_known, fd.execute(inputs)
 
 
-def test_no_memory_for_a_communication(ranks2):
+def test_a_communication_without_memory_names_tensor_and_rank(ranks2):
     for error, is_known, (found,) in ranks2.run(on_rank_without_memory):
         assert re.match(
             r"no memory for [-a-z]+ of (x|whole) \(t\d\) over tp \(.*\) on rank \d: found RuntimeError: .*allocat",
@@ -113,7 +112,7 @@ def test_no_memory_for_a_communication(ranks2):
         assert torch.equal(found, torch.full((4,), 2.0))
 
 
-def test_a_world_larger_than_the_mesh(ranks4):
+def test_a_world_larger_than_the_mesh_is_an_error(ranks4):
     text = (
         "DefinitionError: the world is larger than the mesh: found 4 ranks, of which the meshes use [0, 1], "
         "needed a mesh of all ranks. Start 2 ranks, or pass idle_ranks=True to execute. "
@@ -123,7 +122,7 @@ def test_a_world_larger_than_the_mesh(ranks4):
         assert error.startswith(text)
 
 
-def test_idle_ranks_are_allowed_when_asked_for(ranks4):
+def test_idle_ranks_are_an_option(ranks4):
     found = ranks4.run(on_rank_of_mesh, 2, True)
     assert [error for error, _ in found] == ["no error"] * 4
     assert [outputs == [None] for _, outputs in found] == [False, False, True, True]
@@ -164,15 +163,15 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("odd", DIFFERENCES)
-def test_ranks_with_different_programs(ranks4, odd):
+def test_different_programs_are_an_error(ranks4, odd):
     most, other = map(repr, DIFFERENCES[odd])
     text = (
         f"RankError: ranks disagree on the program: found ranks 0, 1, 3 {most}; rank 2 {other}, needed one "
         "value on all of them. Make every rank run the same definition with the same shapes; let nothing in "
         "it depend on the rank."
     )
-    for said in ranks4.run(on_rank_different, odd, 2):
-        assert re.fullmatch(re.escape(text) + r" \(at test_bad_programs\.py:\d+\)", said), said
+    for message in ranks4.run(on_rank_different, odd, 2):
+        assert re.fullmatch(re.escape(text) + r" \(at test_bad_programs\.py:\d+\)", message), message
 
 
 def test_the_same_program_is_no_difference(ranks4):
@@ -193,16 +192,16 @@ def on_rank_with_arguments(odd: str, rank: int) -> str:
 
 
 @pytest.mark.parametrize("odd", ["tensor", "order", "scalar", "shape"])
-def test_ranks_with_different_global_arguments(ranks4, odd):
+def test_different_global_arguments_are_an_error(ranks4, odd):
     """Each would cut its shard out of another tensor, and the result would be of none of them."""
     found = ranks4.run(on_rank_with_arguments, odd, 2)
-    said = {
+    message = {
         "order": r"the global arguments: found ranks 0, 1, 3 'x \(t0\): a sum of bits of -?\d+'; rank 2 'x \(t0\): a",
         "tensor": r"the global arguments: found ranks 0, 1, 3 'x \(t0\): a sum of bits of -?\d+'; rank 2 'x \(t0\): a",
         "scalar": r"the global arguments: found ranks 0, 1, 3 'scalar s0: 2'; rank 2 'scalar s0: 3'",
         "shape": r"the program: found ranks 0, 1, 3 'x \(t0\): global shape \[8, 8\]'; rank 2 'x \(t0\): global",
     }
-    assert all(re.match(f"RankError: ranks disagree on {said[odd]}", text) for text in found), found
+    assert all(re.match(f"RankError: ranks disagree on {message[odd]}", text) for text in found), found
     assert odd == "shape" or all("seed torch alike (torch.manual_seed(0)), or pass each rank" in t for t in found)
 
 
@@ -217,31 +216,31 @@ def on_rank_with_numbers(odd: int | None, rank: int) -> tuple[str, int]:
     world.calls = Calls(world.rank, world.size)  # as at the start of a job
     for call in range(1, 10):
         number = float(call) + (call == odd and world.rank == rank)
-        said = error_of(lambda number=number: fd.execute([torch.ones(2), number]))
-        if said != "no error":
-            return said, call
+        message = error_of(lambda number=number: fd.execute([torch.ones(2), number]))
+        if message != "no error":
+            return message, call
     return "no error", 10
 
 
-@pytest.mark.parametrize(("odd", "told"), [(1, 1), (2, 4), (3, 4), (5, 8)])
-def test_ranks_that_pass_other_numbers(ranks4, odd, told):
+@pytest.mark.parametrize(("odd", "noticed"), [(1, 1), (2, 4), (3, 4), (5, 8)])
+def test_ranks_that_pass_other_numbers(ranks4, odd, noticed):
     """Replicas would differ from there on: known before the first call, and when ranks compare their calls."""
     number = rf"{odd}\.0"
     other = rf"{odd + 1}\.0"
-    said = {
+    message = {
         1: rf"RankError: ranks disagree on the program: found ranks 0, 1, 3 'scalar s0: {number}'; rank 2 'scalar s0: "
         rf"{other}', needed one value on all of them",
     }.get(odd, rf"RankError: .* ranks disagree on the order of calls: found ranks 0, 1, 3 'call {odd}: with s0 = "
           rf"{number}: the definition of .*'; rank 2 'call {odd}: with s0 = {other}: the")  # fmt: skip
     for text, call in ranks4.run(on_rank_with_numbers, odd, 2):
-        assert call == told and re.match(said, text), (call, text)
+        assert call == noticed and re.match(message, text), (call, text)
 
 
 def test_ranks_that_pass_the_same_numbers(ranks4):
     assert ranks4.run(on_rank_with_numbers, None, 2) == [("no error", 10)] * 4
 
 
-def test_ranks_with_the_same_global_arguments(ranks4):
+def test_equal_global_arguments_are_no_error(ranks4):
     assert ranks4.run(on_rank_with_arguments, "", 2) == ["no error"] * 4
 
 
@@ -282,7 +281,7 @@ fd.execute(shards)
     check_followers(run_bare(START + script, tmp_path, 2), 1, cause)
 
 
-def test_a_rank_with_another_size_at_a_later_step(tmp_path):
+def test_another_size_on_a_rank_at_a_later_step_is_an_error(tmp_path):
     """It waits for the others to compare the new plan, and they wait for it in the old one."""
     script = """
 world.limit = 1.5
@@ -367,8 +366,8 @@ if world.rank == 2:
 fd.execute(shards)
 """
     done = job(START + script, "-m", "meshfuse.runtime.launcher", "--ranks", "3")
-    code, said = FAILURES[failure]
-    assert done.returncode == code and f"meshfuse run: {said}" in done.stderr
+    code, message = FAILURES[failure]
+    assert done.returncode == code and f"meshfuse run: {message}" in done.stderr
     pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(3)]
     assert os.getpid() not in pids
     assert wait_until(lambda: not any(map(alive, pids)), 10)
@@ -384,6 +383,6 @@ def test_ranks_that_follow_say_where_they_were(capsys):
     failure = Failure(1, "Traceback ...\nKeyError: '1 cannot finish on 2'", True)
     error = diagnosis.peer_failed(scene, "a check that 0 cannot finish on 1 (ranks 0, 1)", failure)
     RankProgram._locate(program, error)
-    exits._print_short(0, error)
+    exit_hooks._print_short(0, error)
     place = "the definition of y in step 2: a check that 0 cannot finish on 1 (ranks 0, 1) at script.py:11"
     assert capsys.readouterr().err == f"rank 0: stopped in {place}, because rank 1 failed\n"

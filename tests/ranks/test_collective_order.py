@@ -153,11 +153,11 @@ def work():
     (found,) = fd.execute(shards)
     assert found[0, 0] == 6, found
 
-def told(arguments):
+def report(arguments):
     print(f"{{arguments.exc_type.__name__}}: {{arguments.exc_value}}", flush=True)
     met.touch()
 
-threading.excepthook = told
+threading.excepthook = report
 while world.rank == 1 and not met.exists():
     time.sleep(0.01)
 threads = [threading.Thread(target=work) for _ in range(2 - world.rank)]
@@ -251,7 +251,7 @@ for _ in range(3):
 
 
 def test_an_execution_at_the_exit_says_when(tmp_path):
-    """By then this rank has told the others that it is done."""
+    """By then this rank has left the job."""
     script = "import atexit\natexit.register(lambda: fd.execute(shards))\n" + START
     for code, text in run_bare(script, tmp_path, 2):
         assert code == 0 and text.count("Exception ignored in atexit") == 1
@@ -300,8 +300,10 @@ fd.execute(shards)
 """
     for rank, (code, text) in enumerate(run_bare(START + script, tmp_path, 2)):
         assert code == 0, text
-        said = f"RankError: this process is no rank: found a fork of the process of rank {rank}, needed the rank's own"
-        assert text.count(said) == 3, text
+        message = (
+            f"RankError: this process is no rank: found a fork of the process of rank {rank}, needed the rank's own"
+        )
+        assert text.count(message) == 3, text
         assert len(re.findall(r"\(at script\.py:(20|22)\)", text)) == 3, text
 
 
@@ -318,17 +320,19 @@ if "child" not in sys.argv:
     world.barrier()
     if world.rank == 1:
         os.chdir(os.path.dirname(__file__))
-        subprocess.run(f"({sys.executable} {__file__} child; echo $? > code) 2> said &", shell=True, check=True)
+        subprocess.run(f"({sys.executable} {__file__} child; echo $? > code) 2> errors &", shell=True, check=True)
         while not os.path.exists("code"):
             time.sleep(0.1)
-        print("orphan", open("said").read().strip().splitlines()[-1], flush=True)
+        print("orphan", open("errors").read().strip().splitlines()[-1], flush=True)
     time.sleep(world.rank)  # for rank 0 to look after its peers while it waits
     world.barrier()
 """
     done = job(script, "-m", "meshfuse", "run", "--ranks", "2", "--all-output", MESHFUSE_TIMEOUT="60")
     assert done.returncode == 0, done.stderr
-    said = "RankError: two processes are rank 1 of this job: found process"
-    assert f"1 meshfuse.errors.{said}" in done.stdout and f"orphan meshfuse.errors.{said}" in done.stdout, done.stdout
+    message = "RankError: two processes are rank 1 of this job: found process"
+    assert f"1 meshfuse.errors.{message}" in done.stdout and f"orphan meshfuse.errors.{message}" in done.stdout, (
+        done.stdout
+    )
     assert re.search(
         r"RankError: a second process is rank 0 of this job: found no socket \d+ of the launcher's \(.*\), needed one "
         r"process for each rank\. Start processes of your own without RANK and WORLD_SIZE\.", done.stdout,
@@ -344,5 +348,7 @@ fd.execute([more, shards[1]])  # the fourth call, before which ranks compare the
 """
     for code, text in run_bare(START + script, tmp_path, 2):
         assert code == 1
-        said = "ranks disagree on what comes next: found rank 0 'comparing the order of calls'; rank 1 'comparing the"
-        assert said in text, text
+        message = (
+            "ranks disagree on what comes next: found rank 0 'comparing the order of calls'; rank 1 'comparing the"
+        )
+        assert message in text, text

@@ -241,7 +241,7 @@ def on_rank_empty() -> list[tuple[int, ...]]:
     return [tuple(nothing.shape), tuple(out.shape)]
 
 
-def test_tensors_without_elements(ranks4):
+def test_tensors_without_elements_are_communicated(ranks4):
     assert ranks4.run(on_rank_empty) == [[(0, 3), (0,)]] * 4
 
 
@@ -338,7 +338,7 @@ def on_rank_bad_group(ranks: tuple[int, ...]) -> str:
     return "no error"
 
 
-def test_groups_of_wrong_ranks(ranks2):
+def test_groups_of_wrong_ranks_are_errors(ranks2):
     text = ranks2.run(on_rank_bad_group, (0, 1, 2))[0]
     assert text.startswith("the group has ranks that do not exist: found ranks [0, 1, 2] in a world of 2, needed")
     assert "meshfuse run --ranks 3" in text

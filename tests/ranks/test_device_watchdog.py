@@ -37,22 +37,22 @@ CASES = {
 def stuck(folder: Path, peer: str, limit: int, done: str = "False", trouble: str = "", seconds: int = 100) -> str:
     script = STUCK.format(peer=peer, done=done, trouble=trouble, seconds=seconds)
     stopped = 1 if "sleep" in peer else None
-    code, said = run_bare(script, folder, size=2, limit=limit, stopped=stopped)[0]
-    assert code == (1 if seconds == 100 else 0), said
-    return said
+    code, output = run_bare(script, folder, size=2, limit=limit, stopped=stopped)[0]
+    assert code == (1 if seconds == 100 else 0), output
+    return output
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_process_ends_by_the_error_of_a_wait(case: str, tmp_path: Path) -> None:
     peer, *parts = CASES[case]
-    said = stuck(tmp_path, peer, 3 if case == "hangs" else 20)
-    assert said.startswith("rank 0: all_reduce #9 of group tp ") and "(at script.py:22)" in said, said
-    assert all(part in said for part in parts), said
+    output = stuck(tmp_path, peer, 3 if case == "hangs" else 20)
+    assert output.startswith("rank 0: all_reduce #9 of group tp ") and "(at script.py:22)" in output, output
+    assert all(part in output for part in parts), output
 
 
 def test_what_a_backend_finds_wrong_is_enough(tmp_path: Path) -> None:
-    said = stuck(tmp_path, "time.sleep(300)", 20, trouble="ErrorType.COMM_ERROR")
-    assert "failed on rank 0 after" in said and "found a lost connection (ErrorType.COMM_ERROR)" in said, said
+    output = stuck(tmp_path, "time.sleep(300)", 20, trouble="ErrorType.COMM_ERROR")
+    assert "failed on rank 0 after" in output and "found a lost connection (ErrorType.COMM_ERROR)" in output, output
 
 
 def test_what_is_done_is_forgotten(tmp_path: Path) -> None:
@@ -90,15 +90,15 @@ def test_an_error_is_taken_back_where_the_device_went_on_since(late: str, hasty:
     assert [str(error) for error in ended] == (["all_gather is in vain"] if late == "neither" else [])
 
 
-def test_nothing_is_asked_while_a_graph_is_captured(hasty: None) -> None:
-    asked, made = list[float](), DeviceWatchdog(lambda found: None, lambda error: None)
-    made.put(pending(lambda: asked.append(time.monotonic()) or False))
-    while not asked:
+def test_works_are_not_queried_while_a_graph_is_captured(hasty: None) -> None:
+    times, made = list[float](), DeviceWatchdog(lambda found: None, lambda error: None)
+    made.put(pending(lambda: times.append(time.monotonic()) or False))
+    while not times:
         time.sleep(0.01)
     with unwatched():
         begun = time.monotonic()
         assert not is_watched()
         time.sleep(0.2)
-        assert max(asked) <= begun
+        assert max(times) <= begun
     made.stop(20)
     assert is_watched()

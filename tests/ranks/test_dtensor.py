@@ -41,7 +41,7 @@ def distributed(tensor: torch.Tensor, mesh: Any, placements: str) -> Any:
     return distribute_tensor(tensor, mesh, made, src_data_rank=None)
 
 
-def told(value: Any) -> tuple[str, torch.Tensor, tuple[int, ...]]:
+def described(value: Any) -> tuple[str, torch.Tensor, tuple[int, ...]]:
     """(placements in letters, the global tensor by torch, the strides) of a DTensor."""
     letters = "".join("R" if p.is_replicate() else str(p.dim) for p in value.placements)
     return letters, value.full_tensor(), value.stride()
@@ -67,7 +67,7 @@ def on_rank_linear(shape: tuple[int, ...], names: Any, x: str, w: str, rows: int
     inputs = [distributed(numbers(rows, 8), mesh, x), distributed(numbers(12, 8), mesh, w)]
     (out,) = linear_of(*inputs).execute(inputs)
     same = out.device_mesh is mesh
-    return (*told(out), same, tuple(out.to_local().shape))
+    return (*described(out), same, tuple(out.to_local().shape))
 
 
 LINEAR = [
@@ -89,7 +89,7 @@ def test_dtensors_give_dtensors(ranks4, shape, names, x, w, rows, expected, loca
         assert (letters, strides, same_mesh, found) == (expected, (12, 1), True, local)
 
 
-def test_uneven_shards(ranks4):
+def test_uneven_shards_are_those_of_torch(ranks4):
     """Five rows over four ranks: 2, 2, 1 and none."""
     found = ranks4.run(on_rank_linear, (4,), ("tp",), "0", "R", 5)
     for letters, whole, *_ in found:
@@ -118,7 +118,7 @@ def on_rank_transpose() -> tuple[Any, ...]:
     x = distributed(numbers(6, 8), mesh, "01")
     with mf.FusionDefinition() as fd:
         fd.add_output(fd.ops.permute(fd.from_pytorch(x), [1, 0]))
-    return told(fd.execute([x])[0])
+    return described(fd.execute([x])[0])
 
 
 def test_placements_follow_the_dims(ranks4):
@@ -162,7 +162,7 @@ def on_rank_mismatch() -> dict[str, str]:
     }
 
 
-def test_other_placements_than_annotated(ranks4):
+def test_other_placements_than_annotated_are_errors(ranks4):
     found = ranks4.run(on_rank_mismatch)
     assert all(errors == found[0] for errors in found)
     errors = found[0]
@@ -217,7 +217,7 @@ def on_rank_other_mesh() -> str:
     return error_of(lambda: fd.execute([x]))
 
 
-def test_an_output_on_a_mesh_of_no_input(ranks4):
+def test_an_output_on_a_mesh_of_no_input_is_an_error(ranks4):
     for error in ranks4.run(on_rank_other_mesh):
         assert "cannot be a DTensor: found [-, -] of shape [8, 6] on DeviceMesh((2, 2), ('dp', 'tp'))" in error
         assert "needed one of [DeviceMesh(" in error
@@ -230,7 +230,7 @@ def on_rank_nothing_annotated(shape: tuple[int, ...]) -> list[Any]:
         t = fd.define_tensor([8, 6], dtype=DOUBLE)
         for made in (fd.ops.neg(t), t):
             fd.add_output(made)
-    return [(*told(out)[:2], out.device_mesh is mesh) for out in fd.execute([x])]
+    return [(*described(out)[:2], out.device_mesh is mesh) for out in fd.execute([x])]
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
@@ -268,7 +268,7 @@ def on_rank_free_output(rows: int, width: int) -> tuple[Any, ...]:
     fd.execute([value.to_local() for value in inputs])
     sharding = str(fd.latest().output_shardings()[0])
     (out,) = fd.execute(inputs)
-    return sharding, *told(out)
+    return sharding, *described(out)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(6, 12), (8, 8), (64, 48)])

@@ -60,7 +60,7 @@ def test_an_interpreter_that_finalises(job, words):
     assert done.returncode == 0 and "terminate called" not in done.stderr, done.stderr
 
 
-def test_a_collective_that_never_ends_is_told(tmp_path):
+def test_a_collective_that_never_ends_is_reported(tmp_path):
     """One connection breaks when the other rank ends; that of the stopped one does not."""
     script = "world.limit = 1.5\nif world.rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
     script += "work = group.all_reduce(tensor)\n"

@@ -13,7 +13,7 @@ def test_without_a_launcher_there_is_one_rank():
     assert (place.source, place.rank, place.size, place.local_rank, place.local_size) == ("none", 0, 1, 0, 1)
 
 
-def test_torchrun():
+def test_the_variables_of_torchrun_are_read():
     variables = {
         "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node1",
         "MASTER_PORT": "4711", "TORCHELASTIC_RUN_ID": "job7", "TORCHELASTIC_RESTART_COUNT": "2",
@@ -75,7 +75,7 @@ def test_open_mpi_over_hosts_needs_an_address():
         read_environment(variables)
 
 
-def test_slurm_step():
+def test_the_variables_of_a_slurm_step_are_read():
     variables = {
         "SLURM_PROCID": "2", "SLURM_NTASKS": "6", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "99",
         "SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_STEP_NODELIST": "gpu[03-05]",
@@ -99,7 +99,7 @@ def test_slurm_batch_shell_is_one_rank():
 @pytest.mark.parametrize(
     ("hosts", "first"), [("node[03-07,9],login", "node03"), ("a,b", "a"), ("gpu7", "gpu7"), ("n[1,4]", "n1")]
 )
-def test_first_host(hosts, first):
+def test_the_first_host_of_a_list_is_found(hosts, first):
     assert first_host(hosts) == first
 
 
@@ -123,12 +123,12 @@ def test_first_host(hosts, first):
         ),
     ],
 )
-def test_wrong_variables(variables, text):
+def test_wrong_variables_are_errors(variables, text):
     with pytest.raises(ArgumentError, match=text):
         read_environment(variables)
 
 
-def test_time_limit():
+def test_the_time_limit_is_read_and_checked():
     assert time_limit({}) == 60
     assert time_limit({"MESHFUSE_TIMEOUT": "2.5"}) == 2.5
     for wrong in ("0", "-1", "soon", "inf", "nan", "1e12", "1e300"):

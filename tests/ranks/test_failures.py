@@ -186,7 +186,7 @@ group.all_reduce(tensor).wait()
 
 @pytest.mark.parametrize("stopped", [0, 2])
 def test_a_wait_with_a_limit_of_its_own_says_that_one(tmp_path, stopped):
-    """Saving waits longer than MESHFUSE_TIMEOUT, or as long as it is told."""
+    """Saving waits longer than MESHFUSE_TIMEOUT, or as long as its argument says."""
     through = tmp_path / "through"
     through.mkdir()
     script = f"""
@@ -206,7 +206,7 @@ mf.save({str(tmp_path / "run")!r}, {{"w": tensor}}, timeout=1.5)
         assert "needed all ranks to arrive within 1.5 s" in text
 
 
-def test_a_rank_that_is_elsewhere_is_told_from_a_stopped_one(tmp_path):
+def test_a_busy_rank_and_a_stopped_one_are_reported_differently(tmp_path):
     script = f"""
 def long_loop():
     open("{let_go(tmp_path)}").close()
@@ -236,7 +236,7 @@ if world.rank == 0:
     assert "rank 0: ended by SIGTERM. It runs long_loop at script" in text
 
 
-def test_what_the_runtime_waits_in_is_told_as_the_call_of_it():
+def test_a_wait_of_the_runtime_is_reported_as_the_users_call():
     frames = []
     bounded(5.0, lambda: frames.append(main_thread_frame()) or time.sleep(0.1))
     assert re.fullmatch(r"runs bounded at test_failures\.py:\d+", line_of(frames[0]))
@@ -305,7 +305,7 @@ def test_wherever_a_rank_dies_the_others_name_it_and_a_line(tmp_path, how):
     assert 6 < count < 19
 
 
-def test_no_rank_0(tmp_path):
+def test_a_missing_rank_0_is_an_error(tmp_path):
     path = tmp_path / "script.py"
     path.write_text("from meshfuse.runtime.world import World; World.current()")
     environment = base_environment(
@@ -371,4 +371,4 @@ def test_a_connection_to_the_store_that_breaks(tmp_path, victim):
     text = results[victim][1]
     assert all(code == 1 for code, _ in results), results
     assert "rank 0 runs, but the connection to the store of the job, which it serves, is lost" in text, text
-    assert not any("HUNG" in said or "its Python does not" in said for _, said in results), results
+    assert not any("HUNG" in output or "its Python does not" in output for _, output in results), results

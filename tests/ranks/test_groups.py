@@ -121,7 +121,7 @@ def on_rank_that_differs(odd: int) -> tuple[str, list[int]]:
     return "no error", worked
 
 
-def test_ranks_of_a_group_that_differ_are_told_and_no_others(ranks4: RankPool) -> None:
+def test_only_ranks_of_a_group_that_differ_get_the_error(ranks4: RankPool) -> None:
     found = ranks4.run(on_rank_that_differs, 3)
     assert found[:2] == [("no error", [0, 1, 2])] * 2
     for text, worked in found[2:]:
@@ -162,9 +162,11 @@ for step in range(10):
 """
     results = run_bare(BEGIN + script, tmp_path, 4)
     assert [code for code, _ in results] == [1] * 4, results
-    said = r"ranks disagree on the order of calls: found rank 0 'call \d+: .*'; rank 1 'call \d+: .*', needed one value"
+    message = (
+        r"ranks disagree on the order of calls: found rank 0 'call \d+: .*'; rank 1 'call \d+: .*', needed one value"
+    )
     for _, text in results:
-        assert re.search(said, text) and "(at script.py:" in text and "Timeout" not in text, text
+        assert re.search(message, text) and "(at script.py:" in text and "Timeout" not in text, text
 
 
 CROSSED = {
@@ -211,7 +213,7 @@ if rank > 1:
 
 @pytest.mark.parametrize("catches", ["both", "one"])
 def test_an_error_that_ranks_of_a_group_catch(tmp_path, catches: str) -> None:
-    """Where both catch it they go on, and no other rank is asked; where one does, the group's next call is an error."""
+    """Where both catch it they go on, with no other rank; where one does, the group's next call is an error."""
     script = f"""
 world.limit = 2.0 if {catches!r} == "one" else 20.0
 own, every = layer(row, reduced=True), layer((0, 1, 2, 3), reduced=True)

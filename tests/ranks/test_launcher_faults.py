@@ -28,8 +28,8 @@ os.register_at_fork(after_in_parent=lambda: left and left.pop() and os.kill(os.g
 raise SystemExit(launcher.run(1, [{str(script)!r}]))
 """)
     with launched(launch, stderr=subprocess.PIPE) as process:
-        said = process.communicate(timeout=30)[1].decode()
-    assert process.returncode == 130 and "meshfuse run: stopped by SIGINT" in said, said
+        output = process.communicate(timeout=30)[1].decode()
+    assert process.returncode == 130 and "meshfuse run: stopped by SIGINT" in output, output
 
 
 def test_a_job_that_may_write_no_file_ends_well(tmp_path):
@@ -68,9 +68,9 @@ launcher._REMIND = 0.5
 raise SystemExit(launcher.run(3, [{str(script)!r}], timeout=3))
 """)
     with launched(launch, stderr=subprocess.PIPE) as process:
-        said = process.communicate(timeout=30)[1].decode()
+        output = process.communicate(timeout=30)[1].decode()
     line = "meshfuse run: the other ranks have ended 0.5 s ago; waiting for rank 1 (stopped), for as long as --timeout"
-    assert process.returncode == 124 and said.count(line) == 1, said
+    assert process.returncode == 124 and output.count(line) == 1, output
 
 
 @pytest.mark.parametrize("calls", [2, 4, 7, 8])
@@ -92,5 +92,36 @@ assert signal.SIG_IGN not in map(signal.getsignal, (*launcher._STOPS, *launcher.
 raise SystemExit(code)
 """)
     with launched(launch, stderr=subprocess.PIPE) as process:
-        said = process.communicate(timeout=30)[1].decode()
-    assert (process.returncode, said) == (143, "meshfuse run: stopped by SIGTERM\n")
+        output = process.communicate(timeout=30)[1].decode()
+    assert (process.returncode, output) == (143, "meshfuse run: stopped by SIGTERM\n")
+
+
+def test_a_signal_that_comes_while_a_lock_of_the_standard_library_is_taken_ends_the_job(tmp_path):
+    """`Popen.poll` takes a lock that `Popen.wait` waits for: a handler that raised there left it taken for ever."""
+    script, launch = tmp_path / "script.py", tmp_path / "launch.py"
+    script.write_text("import time\ntime.sleep(60)")
+    launch.write_text(f"""
+import os, signal, threading
+from meshfuse.runtime import launcher, spawn
+class Lock:
+    calls = 0
+    def __init__(self): self.real = threading.Lock()
+    def acquire(self, *args):
+        taken = self.real.acquire(*args)
+        Lock.calls += 1
+        if Lock.calls == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return taken
+    def release(self): self.real.release()
+    def __enter__(self): return self.acquire()
+    def __exit__(self, *error): self.release()
+real = spawn.RankProcess
+def with_lock(rank, process):
+    process._waitpid_lock = Lock()
+    return real(rank, process)
+spawn.RankProcess = with_lock
+raise SystemExit(launcher.run(1, [{str(script)!r}]))
+""")
+    with launched(launch, stderr=subprocess.PIPE) as process:
+        output = process.communicate(timeout=30)[1].decode()
+    assert process.returncode == 130 and "meshfuse run: stopped by SIGINT" in output, output

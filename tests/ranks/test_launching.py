@@ -41,7 +41,7 @@ def test_launcher_runs_ranks(job):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_launcher_shows_all_output_when_asked(job):
+def test_launcher_shows_all_output_with_its_option(job):
     script = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
     quiet = job(script, *LAUNCHER, "--ranks", "3", real=True)
     assert quiet.stdout == "out 0\n"
@@ -257,11 +257,11 @@ def test_a_launcher_that_may_open_few_files_says_so(tmp_path, files):
     script.write_text("")
     limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # noqa: E731
     with launched(script, *ALL_OUTPUT, stderr=subprocess.PIPE, preexec_fn=limit) as process:
-        said = process.communicate(timeout=30)[1].decode()
+        outputs = process.communicate(timeout=30)[1].decode()
     found = re.search(
-        r"ArgumentError: (a job|a job of 2 ranks|rank \d of 2) cannot be started: found Too many op", said
+        r"ArgumentError: (a job|a job of 2 ranks|rank \d of 2) cannot be started: found Too many op", outputs
     )
-    assert (process.returncode, said) == (0, "") or found
+    assert (process.returncode, outputs) == (0, "") or found
 
 
 @contextlib.contextmanager
@@ -350,10 +350,10 @@ def run_with_variables(script: str, tmp_path: Path, **extra: str) -> str:
 
 def run_ranks(script: str, tmp_path: Path, environments: list[dict[str, str]], *words: str) -> list[str]:
     """The outputs of the ranks, each of which has these variables, and these words and its rank for arguments."""
-    path, said = tmp_path / "script.py", [tmp_path / f"stdout{rank}" for rank in range(len(environments))]
+    path, outputs = tmp_path / "script.py", [tmp_path / f"stdout{rank}" for rank in range(len(environments))]
     path.write_text(script)
     ranks = [
-        forked.start(path, env, said[rank], errors=tmp_path / f"stderr{rank}", args=(*words, str(rank)))
+        forked.start(path, env, outputs[rank], errors=tmp_path / f"stderr{rank}", args=(*words, str(rank)))
         for rank, env in enumerate(environments)
     ]
     for rank in ranks:
@@ -361,7 +361,7 @@ def run_ranks(script: str, tmp_path: Path, environments: list[dict[str, str]], *
         rank.kill()
     errors = [(tmp_path / f"stderr{rank}").read_text() for rank in range(len(ranks))]
     assert [rank.exitcode for rank in ranks] == [0] * len(ranks), errors
-    return [path.read_text() for path in said]
+    return [path.read_text() for path in outputs]
 
 
 def test_ranks_that_only_the_default_group_knows(tmp_path):
@@ -375,11 +375,11 @@ def test_ranks_that_only_the_default_group_knows(tmp_path):
         + SUM
         + "\nprint(world.place.source, tensor.item())"
     )
-    said = run_ranks(script, tmp_path, [base_environment()] * 2, str(tmp_path / "store"))
-    assert said == ["torch.distributed 3.0\n"] * 2
+    outputs = run_ranks(script, tmp_path, [base_environment()] * 2, str(tmp_path / "store"))
+    assert outputs == ["torch.distributed 3.0\n"] * 2
 
 
-def test_a_default_group_that_numbers_the_ranks_anew(tmp_path):
+def test_a_default_group_that_renumbers_the_ranks_is_an_error(tmp_path):
     """DTensors go by its numbers, and the job by those that it began with: shards would be taken for other ranks'."""
     script = """
 import sys
@@ -398,7 +398,7 @@ def done(x):
         fd.add_output(fd.ops.cumsum(fd.from_pytorch(x), 0))
     return fd.execute([x])[0].full_tensor().tolist()
 
-def told(call):
+def error_of(call):
     try:
         return call()
     except mf.MeshfuseError as error:
@@ -410,11 +410,11 @@ dist.destroy_process_group()
 print(done(begin("b", rank)))
 dist.destroy_process_group()
 x = begin("c", 1 - rank)
-print(told(lambda: done(x)))
-print(told(lambda: mf.save(sys.argv[1] + "saved", {"x": x})))
+print(error_of(lambda: done(x)))
+print(error_of(lambda: mf.save(sys.argv[1] + "saved", {"x": x})))
 """
-    said = run_ranks(script, tmp_path, [base_environment()] * 2, str(tmp_path / "store"))
-    for rank, lines in enumerate(said):
+    outputs = run_ranks(script, tmp_path, [base_environment()] * 2, str(tmp_path / "store"))
+    for rank, lines in enumerate(outputs):
         first, again, *errors = lines.splitlines()
         assert first == again == "[0.0, 1.0, 3.0, 6.0]"
         text = "DTensors go by other numbers of the ranks than this job: "
@@ -443,17 +443,17 @@ alone = mf.World.current().size, total(1).execute([torch.ones(4)])[0].item()
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
 print(*alone, mf.World.current().size, total(2).execute([torch.ones(2)])[0].item())
 """
-    said = run_ranks(script, tmp_path, [base_environment()] * 2, str(tmp_path / "store"))
-    assert said == ["1 4.0 2 4.0\n"] * 2
+    outputs = run_ranks(script, tmp_path, [base_environment()] * 2, str(tmp_path / "store"))
+    assert outputs == ["1 4.0 2 4.0\n"] * 2
 
 
 @pytest.mark.parametrize("launcher", ["Open MPI", "Slurm"])
-def test_variables_of_other_launchers(tmp_path, launcher):
+def test_variables_of_other_launchers_are_enough(tmp_path, launcher):
     """No MASTER_ADDR or MASTER_PORT: the job's name gives the port."""
     script = SUM + "print(world.place.source, world.local_rank, tensor.item())"
     of_ranks = [other_variables(launcher, str(rank), f"{os.getpid()}{launcher}") for rank in range(2)]
-    said = run_ranks(script, tmp_path, [base_environment(**variables) for variables in of_ranks])
-    assert said == [f"{launcher} {rank} 3.0\n" for rank in range(2)]
+    outputs = run_ranks(script, tmp_path, [base_environment(**variables) for variables in of_ranks])
+    assert outputs == [f"{launcher} {rank} 3.0\n" for rank in range(2)]
 
 
 def other_variables(launcher: str, rank: str, job_name: str) -> dict[str, str]:

@@ -84,7 +84,7 @@ def test_links_measured_on_real_ranks() -> None:
 
 
 @pytest.mark.ranks
-def test_a_wrong_mesh_is_said_once_and_nothing_hangs() -> None:
+def test_a_wrong_mesh_is_one_error_and_nothing_hangs() -> None:
     command = [sys.executable, "-m", "meshfuse", "doctor", "--links", "--ranks", "2", "--mesh", "dp=3"]
     done = subprocess.run(command, env=base_environment(), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1

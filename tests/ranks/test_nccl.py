@@ -215,6 +215,6 @@ def test_a_rank_ends_with_its_peer(end: str, graph: bool, tmp_path: Path) -> Non
     call = f"fd.execute(shards, cuda_graph={graph})"
     script = ON_A_GPU.replace("fd.execute(shards)", call) + ENDS[end] + f"print('sum', {call}[0].sum().item())\n"
     found = run_bare(script, tmp_path, size=2, limit=8, stopped=1 if end == "hangs" else None)
-    code, said = found[0]
-    assert code not in (0, None) and "HUNG" not in said and "sum" not in said, found
-    assert (code < 0 and not graph and end != "hangs") or ("rank 1" in said and "on rank 0" in said), found
+    code, output = found[0]
+    assert code not in (0, None) and "HUNG" not in output and "sum" not in output, found
+    assert (code < 0 and not graph and end != "hangs") or ("rank 1" in output and "on rank 0" in output), found

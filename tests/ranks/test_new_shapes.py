@@ -9,7 +9,7 @@ from rank_pool import RankPool
 
 import meshfuse as mf
 from meshfuse import compiler
-from meshfuse.plans import shape_reuse as nearby
+from meshfuse.plans import shape_reuse
 from meshfuse.plans.shape_reuse import RENEWED
 from meshfuse.sharding.data import shard
 
@@ -33,7 +33,7 @@ def steps(rows: tuple[int, ...], count: int, opened: bool, ranks: int = 2) -> li
 
     `ranks` take part, of which there may be more.
     """
-    world, found, compiler.PLANS = mf.World.current(), [], nearby.Plans()
+    world, found, compiler.PLANS = mf.World.current(), [], shape_reuse.Plans()
     shared = mlp(ranks, -1)
     for number in rows:
         fd = shared if opened else mlp(ranks, number)

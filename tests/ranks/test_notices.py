@@ -1,4 +1,4 @@
-"""Signals by which a batch system, a terminal or a user tells a job something: they reach the ranks' handlers.
+"""Signals by which a batch system, a terminal or a user notifies a job: they reach the ranks' handlers.
 
 Where no rank has one they end the job, as SIGTERM does.
 """
@@ -74,8 +74,8 @@ class Running:
 def test_a_notice_that_no_rank_has_a_handler_for_ends_the_job(tmp_path, number):
     with Running(tmp_path) as job:
         job.process.send_signal(number)
-        said = job.process.communicate(timeout=30)[1].decode()
-    assert (job.process.returncode, said) == (128 + number, f"meshfuse run: stopped by {number.name}\n")
+        output = job.process.communicate(timeout=30)[1].decode()
+    assert (job.process.returncode, output) == (128 + number, f"meshfuse run: stopped by {number.name}\n")
 
 
 @each_notice
@@ -108,8 +108,8 @@ def test_one_notice_has_a_handler_and_the_next_has_none(tmp_path):
         job.process.send_signal(signal.SIGUSR1)
         assert len(job.lines(2)) == 2
         job.process.send_signal(signal.SIGUSR2)
-        said = job.process.communicate(timeout=30)[1].decode()
-    assert (job.process.returncode, said) == (128 + signal.SIGUSR2, "meshfuse run: stopped by SIGUSR2\n")
+        output = job.process.communicate(timeout=30)[1].decode()
+    assert (job.process.returncode, output) == (128 + signal.SIGUSR2, "meshfuse run: stopped by SIGUSR2\n")
 
 
 @each_notice
@@ -123,8 +123,8 @@ def test_a_notice_between_two_attempts_ends_the_job(tmp_path, number):
         assert b"exited with code 5" in process.stderr.readline()
         assert b"restart 1 of 1" in process.stderr.readline()
         process.send_signal(number)
-        said = process.communicate(timeout=30)[1].decode()
-    assert (process.returncode, said) == (128 + number, f"meshfuse run: stopped by {number.name}\n")
+        output = process.communicate(timeout=30)[1].decode()
+    assert (process.returncode, output) == (128 + number, f"meshfuse run: stopped by {number.name}\n")
 
 
 TRAINS = """
@@ -142,7 +142,7 @@ while True:
         break
     step += 1
     if step == 100:
-        print("training", flush=True, file=sys.stderr)
+        sys.stderr.write("training\\n")
 sys.stderr.write("saved\\n")  # In one piece, lest the other rank's line come between it and its end.
 """
 
@@ -155,11 +155,11 @@ def test_a_notice_of_preemption_in_the_middle_of_training(tmp_path, how):
     with launched(script, *LAUNCHER, "--ranks", "2", args=[how], stderr=subprocess.PIPE) as process:
         assert sorted(process.stderr.readline() for _ in range(2)) == [b"[rank 1] training\n", b"training\n"]
         process.send_signal(signal.SIGUSR1)
-        said = process.communicate(timeout=60)[1].decode()
+        output = process.communicate(timeout=60)[1].decode()
     if how == "with a handler":
-        assert process.returncode == 0 and sorted(said.splitlines()) == ["[rank 1] saved", "saved"]
+        assert process.returncode == 0 and sorted(output.splitlines()) == ["[rank 1] saved", "saved"]
         return
-    assert process.returncode == 128 + signal.SIGUSR1 and said.endswith("meshfuse run: stopped by SIGUSR1\n"), said
+    assert process.returncode == 128 + signal.SIGUSR1 and output.endswith("meshfuse run: stopped by SIGUSR1\n"), output
     for rank in range(2):
-        told = f"rank {rank}: ended by SIGTERM, because rank {rank} is ended by the launcher, which got SIGUSR1. It "
-        assert said.count(told) == 1, said
+        line = f"rank {rank}: ended by SIGTERM, because rank {rank} is ended by the launcher, which got SIGUSR1. It "
+        assert output.count(line) == 1, output

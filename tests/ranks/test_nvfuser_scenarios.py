@@ -101,5 +101,5 @@ def default_group():
 @pytest.mark.parametrize("order", [("default_group", "run"), ("run", "default_group")])
 def test_with_torchs_default_process_group(tmp_path: Path, order: tuple[str, str]) -> None:
     script = SCRIPT + "".join(f"{name}()\n" for name in order)
-    said = run_bare(script, tmp_path, size=2)
-    assert [code for code, _ in said] == [0, 0], said
+    results = run_bare(script, tmp_path, size=2)
+    assert [code for code, _ in results] == [0, 0], results

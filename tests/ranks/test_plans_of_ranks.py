@@ -79,7 +79,7 @@ def test_of_ranks_that_want_a_plan_one_makes_it(tmp_path: Path, cache: str) -> N
     )
 
 
-def test_what_takes_no_time_is_not_told(tmp_path: Path) -> None:
+def test_short_planning_prints_nothing(tmp_path: Path) -> None:
     results = ranks(tmp_path, "assert run(layer()) == 12")
     assert all(code == 0 and "ops of" not in text for code, text in results), results
 
@@ -101,12 +101,12 @@ def test_a_plan_with_a_users_op_is_made_once_in_a_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("slowest", [0, 1])
-def test_ranks_whose_programs_differ_are_told_so_however_long_they_plan(tmp_path: Path, slowest: int) -> None:
+def test_different_programs_are_an_error_however_long_ranks_plan(tmp_path: Path, slowest: int) -> None:
     script = f"seconds = 5.0 if rank == {slowest} else 0.0\nrun(layer(op='relu' if rank == 1 else 'abs'))"
     results = ranks(tmp_path, script)
     assert [code for code, _ in results] == [1] * 3
-    said = "ranks disagree on the program: found ranks 0, 2 't1 = fd.ops.abs(t0)'; rank 1 't1 = fd.ops.relu(t0)'"
-    assert all(said in text and "Timeout" not in text for _, text in results), results
+    message = "ranks disagree on the program: found ranks 0, 2 't1 = fd.ops.abs(t0)'; rank 1 't1 = fd.ops.relu(t0)'"
+    assert all(message in text and "Timeout" not in text for _, text in results), results
 
 
 def test_waits_go_on_while_a_peer_plans_something_else(tmp_path: Path) -> None:
@@ -151,10 +151,10 @@ def test_the_rank_that_plans_is_killed(tmp_path: Path) -> None:
     kill = "rank == 1 and __import__('threading').Timer(2.5, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
     (code, text), (killed, _), (other, more) = first(tmp_path, kill + "run(layer())")
     assert (code, killed, other) == (1, -signal.SIGKILL, 1)
-    for said in (text, more):
-        assert "RankError: waiting for rank 1's plan of 2 ops of the definition of y (t2)" in said, said
-        assert re.search(r"rank 1 does not answer: its process \d+ has ended", said) and "(at script.py:" in said
-        assert "Timeout" not in said and PLANS not in said
+    for message in (text, more):
+        assert "RankError: waiting for rank 1's plan of 2 ops of the definition of y (t2)" in message, message
+        assert re.search(r"rank 1 does not answer: its process \d+ has ended", message) and "(at script.py:" in message
+        assert "Timeout" not in message and PLANS not in message
 
 
 def test_the_rank_that_plans_is_stopped(tmp_path: Path) -> None:

@@ -235,17 +235,17 @@ def on_rank_bytes(name: str) -> tuple[float, dict[tuple[str, str], float], list[
     shards = cut(fd, case.inputs())
     with ByteCounter(Group) as counter:
         fd.execute([*shards, *case.scalars])
-    told = {(c.tensor, c.step): c.wire for c in fd.host_program(world.rank).communications}
-    return counter.total, told, [entry.wire for entry in fd.bill().entries]
+    modelled = {(c.tensor, c.step): c.wire for c in fd.host_program(world.rank).communications}
+    return counter.total, modelled, [entry.wire for entry in fd.bill().entries]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES[4] if not name.startswith("column")])
 def test_the_bill_is_what_goes_over_the_wire(ranks4, name):
     found = ranks4.run(on_rank_bytes, name)
     everyone: dict[tuple[str, str], list[float]] = {}
-    for counted, told, _ in found:
-        assert counted == pytest.approx(sum(told.values()))
-        for move, wire in told.items():
+    for counted, modelled, _ in found:
+        assert counted == pytest.approx(sum(modelled.values()))
+        for move, wire in modelled.items():
             everyone.setdefault(move, []).append(wire)
     assert everyone
     means = [_mean_of_senders(move[1], wires) for move, wires in everyone.items()]
@@ -275,6 +275,6 @@ def test_the_gpt_example(launcher):
         env=base_environment(), capture_output=True, text=True, timeout=280, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (said,) = [line for line in done.stdout.splitlines() if line.startswith("largest difference")]
-    assert float(said.split()[5]) <= 1e-5
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("largest difference")]
+    assert float(line.split()[5]) <= 1e-5
     assert f"{ranks} gloo ranks" in done.stdout and "In the beginning" in done.stdout

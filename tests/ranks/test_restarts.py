@@ -109,12 +109,12 @@ def test_the_time_limit_is_of_all_attempts_together(job):
 def test_no_attempt_follows_a_pause_that_ends_after_the_time_limit(job):
     run = "launcher.run(2, sys.argv[1:], timeout=60, max_restarts=9, pause=100)"
     done = job("import sys; sys.exit(1)", "-c", f"import sys; from meshfuse.runtime import launcher; sys.exit({run})")
-    said = "not restarted: the time limit is over before the next attempt, which would be in 100 s"
-    assert done.returncode == launcher.TIMED_OUT_CODE and said in done.stderr, done.stderr
+    message = "not restarted: the time limit is over before the next attempt, which would be in 100 s"
+    assert done.returncode == launcher.TIMED_OUT_CODE and message in done.stderr, done.stderr
     assert "restart 1 of 9" not in done.stderr
 
 
-def test_restarts_below_zero():
+def test_restarts_below_zero_are_an_error():
     with pytest.raises(ArgumentError, match="wrong number of restarts: found -1, needed 0 or more"):
         launcher.run(1, ["script.py"], max_restarts=-1)
 

@@ -33,7 +33,7 @@ MESHES = {
 
 
 def whole(step: int = 0) -> dict[str, torch.Tensor]:
-    """The global tensors: every element is another number, and tells the step."""
+    """The global tensors: every element is another number, which shows the step."""
     found = {n: torch.arange(torch.Size(s).numel()).reshape(s).double() + 100 * step for n, s in SHAPES.items()}
     return found | {"half": found["half"].bfloat16()}
 
@@ -120,9 +120,9 @@ def test_whole_tensors_that_differ_are_not_saved_as_one(ranks2, tmp_path, name):
     """Such as a shard that is passed without its sharding: one rank's would be stored, and the others' lost."""
     assert ranks2.run(save_whole, str(tmp_path)) == ["saved", "saved"]
     before = sorted(tmp_path.rglob("*"))
-    for said in ranks2.run(save_whole, str(tmp_path), name):
-        assert f"ranks disagree on what they save: found rank 0 '{name}: whole" in said, said
-        assert "what is another part on each with its sharding: (shard, sharding). (at test_saving.py:" in said
+    for message in ranks2.run(save_whole, str(tmp_path), name):
+        assert f"ranks disagree on what they save: found rank 0 '{name}: whole" in message, message
+        assert "what is another part on each with its sharding: (shard, sharding). (at test_saving.py:" in message
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -154,8 +154,8 @@ assert torch.equal(mf.load(path + "a")["w"], torch.ones(40, 6))
     assert [code for code, _ in results] == [0, 0], results
 
 
-def test_two_saves_at_once_are_told(tmp_path):
-    """Their order differs between ranks: a checkpoint would be of both. Rank 1 comes when rank 0 has been told."""
+def test_two_saves_at_once_are_an_error(tmp_path):
+    """Their order differs between ranks: a checkpoint would be of both. Rank 1 comes when rank 0 has its error."""
     script = """
 if world.rank == 1:
     while not os.path.exists(path): time.sleep(0.01)
@@ -190,16 +190,16 @@ def save_or_load(path: str) -> str:
 
 def test_one_rank_saves_and_another_loads(ranks2, tmp_path):
     ranks2.run(save, str(tmp_path), "tp")
-    for said in ranks2.run(save_or_load, str(tmp_path)):
-        assert "ranks disagree on what comes next: found rank 0 'meshfuse.load, reading the index'; rank 1" in said
+    for message in ranks2.run(save_or_load, str(tmp_path)):
+        assert "ranks disagree on what comes next: found rank 0 'meshfuse.load, reading the index'; rank 1" in message
     assert ranks2.run(load, str(tmp_path), "inner") == [[], []]
 
 
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_full_disk_under_one_rank_fails_all_and_leaves_what_was(ranks2, tmp_path, where):
     ranks2.run(save, str(tmp_path), "tp")
-    for said in ranks2.run(save_with_little_room, str(tmp_path), where):
-        assert f"meshfuse.save failed while writing: found on rank {where} " in said and "untouched" in said
+    for message in ranks2.run(save_with_little_room, str(tmp_path), where):
+        assert f"meshfuse.save failed while writing: found on rank {where} " in message and "untouched" in message
     assert ranks2.run(load, str(tmp_path), "inner") == [[], []]
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -311,15 +311,15 @@ def on_rank_broken(path: str) -> str:
 
 
 def test_whatever_fails_on_one_rank_fails_on_all_at_once(ranks2, tmp_path):
-    for said in ranks2.run(on_rank_broken, str(tmp_path)):
-        assert "meshfuse.save failed while reading what to save: found on rank 1 KeyError: " in said, said
+    for message in ranks2.run(on_rank_broken, str(tmp_path)):
+        assert "meshfuse.save failed while reading what to save: found on rank 1 KeyError: " in message, message
 
 
 DTYPES = (torch.bfloat16, torch.bool, torch.complex128, torch.int8)
 
 
 def on_rank_elsewhere(path: str) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """Tensors of no elements and of no dims that rank 1 alone holds: their dtypes are told by no element."""
+    """Tensors of no elements and of no dims that rank 1 alone holds: no element has their dtypes."""
     mesh = mf.DeviceMesh((1,), ("x",), ranks=[1])
     made = [torch.empty(shape, dtype=dtype) for dtype in DTYPES for shape in ((2, 0), (0,), ())]
     state = {

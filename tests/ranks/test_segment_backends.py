@@ -70,8 +70,8 @@ def test_auto_compiles_at_the_same_call_on_all_ranks(ranks2):
 
 
 def on_rank_that_cannot_compile() -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:
-    """What a rank is told at the call that compiles, which rank 1 cannot; then what it computes, and what is right."""
-    world, said = mf.World.current(), ""
+    """The error of a rank at the call that compiles, which rank 1 cannot; then what it computes, and what is right."""
+    world, message = mf.World.current(), ""
     failing = mock.patch.object(Segments, "compile_next", side_effect=OSError("no compiler here"))
     fd, plain = places(world.size), places(world.size)
     shard = torch.arange(40.0).reshape(8, 5).chunk(world.size)[world.rank].contiguous()
@@ -79,9 +79,9 @@ def on_rank_that_cannot_compile() -> tuple[str, list[torch.Tensor], list[torch.T
         try:
             fd.execute([shard], backend="inductor")
         except (OSError, mf.RankError) as error:
-            said = str(error)
+            message = str(error)
     plain.execute([shard], backend="eager")
-    return said, fd.execute([shard], backend="inductor"), plain.execute([shard], backend="eager")
+    return message, fd.execute([shard], backend="inductor"), plain.execute([shard], backend="eager")
 
 
 def test_a_rank_that_cannot_compile_tells_the_others_at_once(ranks2):
@@ -102,6 +102,6 @@ def on_rank_different() -> str:
     return ""
 
 
-def test_ranks_that_ask_for_different_backends_are_told(ranks2):
+def test_different_backends_on_ranks_are_an_error(ranks2):
     for text in ranks2.run(on_rank_different):
         assert "backend eager" in text and "backend inductor" in text

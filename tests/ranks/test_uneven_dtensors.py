@@ -40,12 +40,12 @@ def wrong(found: Any, right: torch.Tensor) -> list[str]:
     """What is not as torch has it in a DTensor: the local tensor, its shape, the global shape."""
     mesh, placements, here = found.device_mesh, found.placements, found.to_local()
     shape, _ = compute_local_shape_and_global_offset(right.shape, mesh, placements)
-    told = {
+    checks = {
         "local shape": tuple(here.shape) == tuple(shape),
         "local numbers": torch.equal(here, local(right, mesh, placements)),
         "global shape": found.shape == right.shape,
     }
-    return [f"{name} in {placements}" for name, fine in told.items() if not fine]
+    return [f"{name} in {placements}" for name, fine in checks.items() if not fine]
 
 
 def defined(x: Any, annotated: bool) -> mf.FusionDefinition:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ...dtypes import DataType
+from ...dtypes import Category, DataType
+from ...errors import DefinitionError, DtypeError, user_error
 from ...kernels.table import kernel
 from ...sharding.layout import Runs
 from ..blocks import block_size
@@ -32,7 +33,14 @@ from .operands import (
     scores_text,
     statistic_dtype,
 )
-from .scaled_dot_product import backward_rule, backward_samples, backward_text
+from .scaled_dot_product import (
+    added_vjp,
+    backward_operands,
+    backward_rule,
+    backward_samples,
+    backward_text,
+    masked_sample,
+)
 from .scores import (
     Saved,
     ScoreBlock,
@@ -41,6 +49,7 @@ from .scores import (
     options_of,
     query_gradient,
     score_gradients,
+    softmax_gradients,
     state_tensors,
     widened,
 )
@@ -167,8 +176,47 @@ def sdpfa_bwd_kv(*saved: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _split_samples() -> list[Sample]:
     """The samples of the backward, and one whose log-sum-exp has a gradient too."""
-    *_, last = found = backward_samples()
-    return [*found, Sample((*last.args, last.args[5]), values={**last.values, 8: (0.5, -1.0)})]
+    *found, last = backward_samples()
+    more = Sample((*last.args, last.args[5]), values={**last.values, 10: (0.5, -1.0)})
+    return [*found, more]
+
+
+def _added_type(call: Call) -> TensorType:
+    found = call.type_of("mask" if call["of_mask"] else "bias")
+    if found is None or found.dtype.category < Category.FLOAT:
+        raise user_error("sdpfa_bwd_added", str(found), "a bias, or a mask of numbers that is added",
+                         "Pass what the gradient is of.", cls=DtypeError if found else DefinitionError)  # fmt: skip
+    return found
+
+
+def _added_infer(call: Call) -> tuple[TensorType, ...]:
+    checked_types(call)
+    return (_added_type(call),)
+
+
+def _added_rule(call: Call) -> Rule:
+    """Of batch, heads, rows and columns what the bias has passes through; it is summed over the others."""
+    passes = FactorKind.PASS
+    dims = AttentionDims(call, passes, passes, [(checked_types(call)[1].shape[-2], passes)])
+    operands, added = backward_operands(call, dims), dims.added(call)
+    return dims.builder.build_summed(operands, [added[-1] if call["of_mask"] else added[0]])
+
+
+@kernel
+def sdpfa_bwd_added(of_mask: bool, *saved: Any) -> torch.Tensor:
+    """The gradient of the bias (of the mask with `of_mask`), summed over the dims in which it broadcasts."""
+    s = Saved(*saved)
+    like = s.mask if of_mask else s.bias
+    assert like is not None
+    return softmax_gradients(s)[0].sum_to_size(like.shape).to(like.dtype)
+
+
+def _added_samples() -> list[Sample]:
+    last = masked_sample()
+    return [
+        Sample((*last.args[:11], TensorType((2, 4, 6, 1), DataType.Float), last.args[12]), values=last.values),
+        Sample((*last.args[:11], None, TensorType((1, 6, 7), DataType.Float), True), values=last.values),
+    ]
 
 
 # Each gradient by itself also takes a gradient of the log-sum-exp.
@@ -207,5 +255,17 @@ OPS = (
         samples=_split_samples,
         nvfuser=_NOT_NATIVE,
         about="attention's gradients by key and value",
+    ),
+    OpDef(
+        "sdpfa_bwd_added",
+        (*BACKWARD_PARAMS, Param("of_mask", K.BOOL, False)),
+        _added_infer,
+        _added_rule,
+        lambda e: backward_text(e, "sdpfa_bwd_added", str(e.call["of_mask"])),
+        flops=lambda call: score_flops(call, 2),
+        samples=_added_samples,
+        nvfuser="nvFuser's backward takes neither bias nor mask",
+        vjp=added_vjp,
+        about="attention's gradient by its bias, or with `of_mask` by its mask of numbers",
     ),
 )

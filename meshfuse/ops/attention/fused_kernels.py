@@ -54,8 +54,8 @@ def attend(
     flat = None if addend is None else _flat(_dense(addend.expand(*q.shape[:-1], k.shape[-2])))
     dense_q, dense_k, dense_v = (_flat(_dense(_for_every_head(x, q))) for x in (q, k, v))
     out, lse = form(dense_q, dense_k, dense_v, flat, is_causal, scale)
-    if flat is not None:
-        blind = (flat == float("-inf")).all(-1)
+    if addend is not None:
+        blind = (addend == float("-inf")).all(-1).expand(q.shape[:-1]).reshape(lse.shape)
         lse = lse.masked_fill(blind, float("-inf"))
         if q.device.type == "cuda":  # The CPU's kernel gives zeros itself.
             out = out.masked_fill(blind.unsqueeze(-1), 0.0)
@@ -69,14 +69,19 @@ def attend_bwd(
     v: torch.Tensor,
     out: torch.Tensor,
     logsumexp: torch.Tensor,
+    addend: torch.Tensor | None,
     is_causal: bool,
     scale: float,
 ) -> _Gradients:
-    """The gradients of q, k and v, of attention without an addend."""
+    """The gradients of q, k and v. With an addend, `is_causal` must be False."""
     form = _backward_cuda if q.device.type == "cuda" else _backward_cpu
     shared = [_for_every_head(x, q) for x in (k, v)]
     flat = [_flat(_dense(x)) for x in (grad, q, *shared, out)]
-    made = form(flat, logsumexp.float().reshape(-1, *logsumexp.shape[-2:]), is_causal, scale)
+    added = None if addend is None else _flat(_dense(addend.expand(*q.shape[:-1], k.shape[-2])))
+    sums = logsumexp.float()
+    if addend is not None:  # Of a row that sees nothing, for probabilities of 0.
+        sums = sums.masked_fill(sums == float("-inf"), float("inf"))
+    made = form(flat, sums.reshape(-1, *sums.shape[-2:]), added, is_causal, scale)
     grad_q, *others = (g.reshape(x.shape) for g, x in zip(made, (q, *shared), strict=True))
     grad_k, grad_v = (_summed_by_head(g, x) for g, x in zip(others, (k, v), strict=True))
     return grad_q, grad_k, grad_v
@@ -112,9 +117,13 @@ def _attend_cpu(
     return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=addend, scale=scale)
 
 
-def _backward_cpu(flat: Sequence[torch.Tensor], lse: torch.Tensor, is_causal: bool, scale: float) -> _Gradients:
+def _backward_cpu(
+    flat: Sequence[torch.Tensor], lse: torch.Tensor, addend: torch.Tensor | None, is_causal: bool, scale: float
+) -> _Gradients:
     given = [x.contiguous() for x in flat]
-    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, lse, 0.0, is_causal, scale=scale)
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *given, lse, 0.0, is_causal, attn_mask=addend, scale=scale
+    )
 
 
 # CUDA -------------------------------------------------------------------------------------------------------------
@@ -154,17 +163,23 @@ def _attend_cuda(
         else:
             out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
     else:
-        # The kernel reads the bias by vectors, also beyond the end of a row.
-        bias = None if addend is None else _padded(addend, _BIAS)[..., : k.shape[-2]]
+        bias = _readable(addend)
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, is_causal, scale=scale)
     return out[..., :width], lse[..., :rows]
 
 
-def _backward_cuda(flat: Sequence[torch.Tensor], lse: torch.Tensor, is_causal: bool, scale: float) -> _Gradients:
+def _readable(addend: torch.Tensor | None) -> torch.Tensor | None:
+    """The addend with room behind its rows: the kernel reads it by vectors, also beyond the end of a row."""
+    return None if addend is None else _padded(addend, _BIAS)[..., : addend.shape[-1]]
+
+
+def _backward_cuda(
+    flat: Sequence[torch.Tensor], lse: torch.Tensor, addend: torch.Tensor | None, is_causal: bool, scale: float
+) -> _Gradients:
     width = flat[0].shape[-1]
     grad, q, k, v, out = (_padded(x, _WIDTHS) for x in flat)
     state = torch.empty((), dtype=torch.int64, device=q.device)  # of random numbers; none are drawn
-    if _is_flash(q, k, is_causal):
+    if addend is None and _is_flash(q, k, is_causal):
         sizes, lse = (q.shape[-2], k.shape[-2]), lse.contiguous()
         if _is_cudnn(q, k, v, is_causal, scale):
             none = (None, None, None)
@@ -180,7 +195,7 @@ def _backward_cuda(flat: Sequence[torch.Tensor], lse: torch.Tensor, is_causal: b
         # The kernel ignores the strides of the output: it expects [b, s, h, e] in memory.
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
         made = _aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, None, out, sums, state, state, 0.0, wanted, is_causal, scale=scale
+            grad, q, k, v, _readable(addend), out, sums, state, state, 0.0, wanted, is_causal, scale=scale
         )[:3]
     grad_q, grad_k, grad_v = (g[..., :width] for g in made)
     return grad_q, grad_k, grad_v

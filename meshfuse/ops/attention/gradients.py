@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ...dtypes import DataType
+from ...dtypes import Category, DataType
 from ...errors import user_error
 from ..vjp import Backward, Tensor, sizes, sum_to, transposed
 
 
 class WrittenOut:
-    """Gradients of attention with a bias, a mask or a gradient of the log-sum-exp.
+    """Gradients of attention with a gradient of the log-sum-exp.
 
     The probabilities are computed again from the log-sum-exp. Scores are [.., h, s, s_k]; tensors that meet k and v are
     [.., h_k, (h / h_k) s, n], since h / h_k consecutive heads of q share one of k and v. Rows and columns are in the
@@ -23,7 +23,7 @@ class WrittenOut:
         self.b, self.o, self.chunks = b, b.ops, chunks
         if b["dropout_p"] not in (None, 0, 0.0):
             raise user_error(
-                "sdpfa_fwd: no derivative here with dropout beside a bias, a mask or a use of its log-sum-exp", "", "",
+                "sdpfa_fwd: no derivative here with dropout beside a use of its log-sum-exp", "", "",
                 "Write the attention with matmul, softmax and dropout.",
             )  # fmt: skip
         self.q, self.k, self.v = (self._wide(b[name]) for name in ("query", "key", "value"))
@@ -110,19 +110,28 @@ def _as_many_heads(x: Tensor, y: Tensor) -> bool:
     return x.type.shape[-3] == y.type.shape[-3] != -1
 
 
-def second_gradients(b: Backward, chunks: Sequence[int] = ()) -> dict[str, Any]:
-    """The gradients of a backward op: it is written out on copies of its operands, and that is differentiated.
+def second_gradients(
+    b: Backward, chunks: Sequence[int] = (), of: Sequence[str] = ("query", "key", "value")
+) -> dict[str, Any]:
+    """The gradients of a backward op, which gives those by the operands in `of`.
 
-    The output and the log-sum-exp depend on q, k and v; the copies keep gradients from flowing on into them.
+    It is written out on copies of its operands, and that is differentiated. The output and the log-sum-exp depend on q,
+    k and v; the copies keep gradients from flowing on into them.
     """
-    names = ["query", "key", "value", "output", "logsumexp", "grad_output"]
-    last = "grad_logsumexp" if b.arguments.get("grad_logsumexp") is not None else None
-    copies = {name: b.ops.copy(b[name]) for name in (*names, *([last] if last else ()))}
-    options = {"bias": None, "mask": None, "dropout_p": None, "is_causal": b["is_causal"], "scale": b["scale"]}
-    saved = copies["output"], copies["logsumexp"]
-    grads = copies["grad_output"], copies[last] if last else None
-    used = Backward(b.name, b.ops, copies | options, saved, grads, {copies[name].id for name in names[:3]})
+    copies = {name: b.ops.copy(b[name]) for name in _OPERANDS if _is_copied(b.arguments.get(name))}
+    options = {"bias": b["bias"], "mask": b["mask"], "dropout_p": None, "is_causal": b["is_causal"],
+               "scale": b["scale"]}  # fmt: skip
+    saved, grads = (copies["output"], copies["logsumexp"]), (copies["grad_output"], copies.get("grad_logsumexp"))
+    used = Backward(b.name, b.ops, options | copies, saved, grads, {copies[name].id for name in of})
     made = WrittenOut(used, chunks).gradients()
-    pairs = [(made[name], grad) for name, grad in zip(names, b.grads, strict=False) if grad is not None]
+    pairs = [(made[name], grad) for name, grad in zip(of, b.grads, strict=True) if grad is not None]
     found = b.ops.gradients([y for y, _ in pairs], list(copies.values()), [grad for _, grad in pairs])
     return dict(zip(copies, found, strict=True))
+
+
+_OPERANDS = ("query", "key", "value", "output", "logsumexp", "grad_output", "bias", "mask", "grad_logsumexp")
+
+
+def _is_copied(x: Any) -> bool:
+    """Whether it is an operand that may have a gradient: a mask of bools has none."""
+    return x is not None and x.dtype.category >= Category.FLOAT

@@ -14,6 +14,8 @@ from ..values import Param, ParamKind, TensorRef, TensorType
 
 K = ParamKind
 QKV = tuple(Param(name, K.TENSOR) for name in ("query", "key", "value"))
+# What is added to the scores: a mask of bools lets a score be seen where it is True, one of numbers is added.
+ADDED = (Param("bias", K.OPTIONAL_TENSOR, None), Param("mask", K.OPTIONAL_TENSOR, None))
 BACKWARD_PARAMS = (
     Param("grad_output", K.TENSOR),
     *QKV,
@@ -24,11 +26,11 @@ BACKWARD_PARAMS = (
     Param("philox_seed", K.TENSOR),
     Param("philox_offset", K.TENSOR),
     Param("scale", K.OPTIONAL_SCALAR, None),
+    *ADDED,
 )
 FORWARD_PARAMS = (
     *QKV,
-    Param("bias", K.OPTIONAL_TENSOR, None),
-    Param("mask", K.OPTIONAL_TENSOR, None),
+    *ADDED,
     *(Param(name, K.OPTIONAL_SCALAR, None) for name in ("dropout_p", "is_causal", "scale")),
 )
 # The types of the random state that attention returns: seed and offset.
@@ -141,12 +143,16 @@ class AttentionDims:
 
     def added(self, call: Call) -> list[DimFactors]:
         """The factors of a bias and a mask, which broadcast to the scores."""
-        given = [t for name in ("bias", "mask") if (t := call.type_of(name)) is not None]
-        return [self._broadcast(t) for t in given]
+        return [self._broadcast(t) for t in added_types(call)]
 
     def _broadcast(self, t: TensorType) -> DimFactors:
         offset = len(self.scores) - t.ndim
         return tuple(self.scores[offset + d] if n == self.sizes[offset + d] else () for d, n in enumerate(t.shape))
+
+
+def added_types(call: Call) -> list[TensorType]:
+    """The types of the bias and the mask, of those that are given."""
+    return [t for name in ("bias", "mask") if (t := call.type_of(name)) is not None]
 
 
 def scores_text(e: Emit, rows: Sequence[object], key: int) -> str:
@@ -158,7 +164,12 @@ def scores_text(e: Emit, rows: Sequence[object], key: int) -> str:
 
 def operands_text(e: Emit) -> list[str]:
     """Texts of the tensors that the forward pass takes, "None" for each that is not given."""
-    return [str(e.operand(name)) for name in ("query", "key", "value", "bias", "mask")]
+    return [*(str(e.operand(name)) for name in ("query", "key", "value")), *added_text(e)]
+
+
+def added_text(e: Emit) -> list[str]:
+    """Texts of the bias and the mask, "None" for each that is not given."""
+    return [str(e.operand(name)) for name in ("bias", "mask")]
 
 
 def options_text(e: Emit) -> list[str]:

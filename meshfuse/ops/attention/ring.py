@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,15 +13,18 @@ from ...errors import user_error
 from ...kernels.table import kernel
 from ...sharding.layout import Runs
 from ..opdef import Call, Emit, OpDef, RingSchedule, Sample
-from ..rules import FactorKind, Rule
+from ..rules import DimFactors, FactorKind, Rule
 from ..shape_arithmetic import UNKNOWN
 from ..values import Param, ParamKind, TensorType
 from ..vjp import Backward, sizes
 from .column_blocks import sdpfa_bwd_kv, sdpfa_bwd_q
-from .gradients import second_gradients
+from .gradients import WrittenOut, second_gradients
 from .operands import (
+    ADDED,
     QKV,
     AttentionDims,
+    added_text,
+    added_types,
     checked_types,
     qkv_types,
     scale_text,
@@ -70,13 +74,19 @@ def _rule(call: Call) -> Rule:
     dims = AttentionDims(
         call, FactorKind.PASS, _rows_kind(call), [(checked_types(call)[1].shape[-2], FactorKind.BLOCK)]
     )
-    return dims.builder.build([dims.q, dims.k, dims.v], [dims.out, dims.out[:-1]])
+    return dims.builder.build([dims.q, dims.k, dims.v, *dims.added(call)], [dims.out, dims.out[:-1]])
 
 
 def _round_rule(call: Call) -> Rule:
-    """In a ring block r of the rows lies with block r of the columns."""
+    """In a ring block r of the rows lies with block r of the columns; its bias and mask have all columns."""
     dims = AttentionDims(call, FactorKind.PASS, _rows_kind(call), _column_blocks(call), call["ring"])
-    return dims.builder.build([dims.q, dims.k, dims.v], [dims.out, dims.out[:-1]])
+    return dims.builder.build([dims.q, dims.k, dims.v, *_added(call, dims)], [dims.out, dims.out[:-1]])
+
+
+def _added(call: Call, dims: AttentionDims) -> list[DimFactors]:
+    """The factors of bias and mask in a ring, whose columns are whole."""
+    return [(*factors[:-1], dims.builder.blocked(t.shape[-1])) if factors else ()
+            for factors, t in zip(dims.added(call), added_types(call), strict=True)]  # fmt: skip
 
 
 def _column_blocks(call: Call) -> list[tuple[int, FactorKind]]:
@@ -85,8 +95,8 @@ def _column_blocks(call: Call) -> list[tuple[int, FactorKind]]:
 
 def _emit(e: Emit) -> str:
     operands, causal = [str(e.operand(name)) for name in ("query", "key", "value")], str(bool(e.call["is_causal"]))
-    scores = scores_text(e, e.result_runs(1), 1)
-    return f"K.ring_attention({', '.join([*operands, causal, scale_text(e), scores, str(_chunks(e.call))])})"
+    where = [causal, scale_text(e), scores_text(e, e.result_runs(1), 1), str(_chunks(e.call))]
+    return f"K.ring_attention({', '.join([*operands, *where, *added_text(e)])})"
 
 
 def _chunks(call: Call) -> int:
@@ -103,6 +113,8 @@ def ring_attention(
     scale: Any,
     place: tuple[Sequence[Runs], Sequence[int]],
     chunks: int,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, log-sum-exp) on a rank that has all columns.
 
@@ -110,7 +122,8 @@ def ring_attention(
     """
     options = options_of(q, 0.0, is_causal, scale)
     q, k, v = (_in_sequence(x, chunks) for x in (q, k, v))
-    out, logsumexp = attend(q, k, v, None, None, options, ScoreBlock(*place), ())
+    bias, mask = (_scores_in_sequence(x, chunks) for x in (bias, mask))
+    out, logsumexp = attend(q, k, v, bias, mask, options, ScoreBlock(*place), ())
     return _in_zigzag(out.to(q.dtype), chunks, -2), _in_zigzag(statistic(logsumexp, q), chunks, -1)
 
 
@@ -120,6 +133,14 @@ def _in_sequence(x: torch.Tensor, chunks: int, dim: int = -2) -> torch.Tensor:
         return x
     parts = x.chunk(chunks, dim)
     return torch.cat([*parts[::2], *parts[::-2]], dim)
+
+
+def _scores_in_sequence(x: torch.Tensor | None, chunks: int) -> torch.Tensor | None:
+    """As `_in_sequence`, of the rows and columns of a bias or mask that do not broadcast."""
+    for dim in (-1, -2):
+        if x is not None and x.ndim >= -dim and x.shape[dim] > 1:
+            x = _in_sequence(x, chunks, dim)
+    return x
 
 
 def _in_zigzag(x: torch.Tensor, chunks: int, dim: int) -> torch.Tensor:
@@ -132,10 +153,12 @@ def _in_zigzag(x: torch.Tensor, chunks: int, dim: int) -> torch.Tensor:
 
 
 def _fwd_vjp(b: Backward) -> dict[str, Any]:
-    """By `ring_attention_bwd`, from the output and the log-sum-exp."""
+    """By `ring_attention_bwd`, from the output and the log-sum-exp; those of bias and mask are written out."""
+    if b.needs("bias") or b.needs("mask"):
+        return WrittenOut(replace(b, arguments={**b.arguments, "dropout_p": None}), _zigzag_chunks(b)).gradients()
     grad = b.grad if b.grad is not None else b.ops.full(sizes(b.result), 0.0, b.result.dtype)
     qkv, options = (b[name] for name in ("query", "key", "value")), (b["ring"], b["is_causal"], b["scale"], b["zigzag"])
-    made = b.ops.ring_attention_bwd(grad, *qkv, *b.results, *options, b.grads[1])
+    made = b.ops.ring_attention_bwd(grad, *qkv, *b.results, *options, b.grads[1], b["bias"], b["mask"])
     return dict(zip(("query", "key", "value"), made, strict=True))
 
 
@@ -159,15 +182,17 @@ def _bwd_round_rule(call: Call) -> Rule:
 
 
 def _bwd_dims(call: Call, dims: AttentionDims) -> Rule:
-    rows = [dims.out[:-1]] * (len(call.types) - 5)
-    return dims.builder.build([dims.out, dims.q, dims.k, dims.v, dims.out, *rows], [dims.q, dims.k, dims.v])
+    rows = [dims.out[:-1]] * (1 if call["grad_logsumexp"] is None else 2)
+    added = _added(call, dims)
+    return dims.builder.build([dims.out, dims.q, dims.k, dims.v, dims.out, *rows, *added], [dims.q, dims.k, dims.v])
 
 
 def _bwd_emit(e: Emit) -> str:
     names = ("grad_output", "query", "key", "value", "output", "logsumexp")
     operands, causal = [str(e.operand(name)) for name in names], str(bool(e.call["is_causal"]))
     where = [scale_text(e), scores_text(e, e.operand_runs(5), 2), str(_chunks(e.call))]
-    return f"K.ring_attention_bwd({', '.join([*operands, causal, *where, str(e.operand('grad_logsumexp'))])})"
+    more = [str(e.operand("grad_logsumexp")), *added_text(e)]
+    return f"K.ring_attention_bwd({', '.join([*operands, causal, *where, *more])})"
 
 
 @kernel
@@ -183,31 +208,42 @@ def ring_attention_bwd(
     place: tuple[Sequence[Runs], Sequence[int]],
     chunks: int,
     grad_logsumexp: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
 ) -> Gradients:
     """Gradients of q, k and v on a rank that has all rows and columns."""
     rows = [_in_sequence(x, chunks) for x in (grad, q, k, v, out)]
     sums = [None if x is None else _in_sequence(x, chunks, -1) for x in (logsumexp, grad_logsumexp)]
-    saved = (*rows, sums[0], 0.0, is_causal, None, None, scale, place)
+    added = [_scores_in_sequence(x, chunks) for x in (bias, mask)]
+    saved = (*rows, sums[0], 0.0, is_causal, None, None, scale, place, *added)
     made = sdpfa_bwd(*saved) if sums[1] is None else (sdpfa_bwd_q(*saved, sums[1]), *sdpfa_bwd_kv(*saved, sums[1]))
     grad_q, grad_k, grad_v = (_in_zigzag(x, chunks, -2) for x in made)
     return grad_q, grad_k, grad_v
 
 
 def _bwd_vjp(b: Backward) -> dict[str, Any]:
+    return second_gradients(b, _zigzag_chunks(b))
+
+
+def _zigzag_chunks(b: Backward) -> Sequence[int]:
+    """By place the number of the chunk of rows that stands there; () for rows in order."""
     ring = b["ring"]
-    chunks = [chunk for block in range(ring) for chunk in (block, 2 * ring - 1 - block)]
-    return second_gradients(b, chunks if b["zigzag"] else ())
+    return [chunk for block in range(ring) for chunk in (block, 2 * ring - 1 - block)] if b["zigzag"] else ()
 
 
-def _sample(q: tuple[int, ...], kv: tuple[int, ...], ring: int, causal: bool = False, zigzag: bool = False) -> Sample:
-    return Sample((*qkv_types(q, kv), ring, causal, 0.3 if zigzag else None, zigzag))
+def _sample(
+    q: tuple[int, ...], kv: tuple[int, ...], ring: int, causal: bool = False, zigzag: bool = False, *added: TensorType
+) -> Sample:
+    return Sample((*qkv_types(q, kv), ring, causal, 0.3 if zigzag else None, zigzag, *added))
 
 
 def _samples() -> list[Sample]:
+    bias, mask = TensorType((4, 8, 8), DataType.Float), TensorType((2, 1, 1, 8), DataType.Bool)
     return [
         _sample((2, 4, 6, 8), (2, 4, 9, 8), 3),
         _sample((2, 4, 8, 8), (2, 2, 8, 8), 4, True),
         _sample((2, 4, 8, 8), (2, 2, 8, 8), 2, True, True),
+        _sample((2, 4, 8, 8), (2, 2, 8, 8), 2, True, True, bias, mask),
     ]
 
 
@@ -215,7 +251,7 @@ def _bwd_sample(sample: Sample, more: bool) -> Sample:
     query, key, value, *options = sample.args
     rows = TensorType(query.shape[:-1], DataType.Float)
     lse = rows if more else None
-    return Sample((query, query, key, value, query, rows, *options, lse), values={5: (2.0, 3.0, 2.5)})
+    return Sample((query, query, key, value, query, rows, *options[:4], lse, *options[4:]), values={5: (2.0, 3.0, 2.5)})
 
 
 def _bwd_samples() -> list[Sample]:
@@ -228,14 +264,14 @@ _OPTIONS = (
     Param("scale", K.OPTIONAL_SCALAR, None),
     Param("zigzag", K.BOOL, False),
 )
+_MORE = (*_OPTIONS, Param("grad_logsumexp", K.OPTIONAL_TENSOR, None), *ADDED)
 OPS = (
-    OpDef("ring_attention", (*QKV, *_OPTIONS), _infer, _rule, _emit, flops=lambda call: score_flops(call, 2),
+    OpDef("ring_attention", (*QKV, *_OPTIONS, *ADDED), _infer, _rule, _emit, flops=lambda call: score_flops(call, 2),
           samples=_samples, nvfuser=_NOT_NATIVE, vjp=_fwd_vjp,
           ring_schedule=RingSchedule(_round_rule, attention_rounds),
           about="attention in rounds: blocks of keys and values travel through a ring of ranks"),
     OpDef("ring_attention_bwd",
-          (Param("grad_output", K.TENSOR), *QKV, Param("output", K.TENSOR), Param("logsumexp", K.TENSOR), *_OPTIONS,
-           Param("grad_logsumexp", K.OPTIONAL_TENSOR, None)),
+          (Param("grad_output", K.TENSOR), *QKV, Param("output", K.TENSOR), Param("logsumexp", K.TENSOR), *_MORE),
           _bwd_infer, _bwd_rule, _bwd_emit, flops=lambda call: score_flops(call, 5), samples=_bwd_samples,
           nvfuser=_NOT_NATIVE, vjp=_bwd_vjp, ring_schedule=RingSchedule(_bwd_round_rule, gradient_rounds),
           about="the gradients of `ring_attention` by query, key and value"),

@@ -88,6 +88,37 @@ def _pick_samples() -> list[Sample]:
     return [Sample((x, x, 2)), Sample((x, -1.5, 4)), Sample((float("-inf"), x, 1)), Sample((x, x, 0))]
 
 
+# what is added to the scores --------------------------------------------------------------------------------------
+
+
+def _columns_infer(call: Call) -> tuple[TensorType, ...]:
+    _keep_infer(call)
+    (arg,) = call.types
+    check_ndim("block_columns", "the operand", arg, 2)
+    return (TensorType((*arg.shape[:-1], arg.shape[-1] // max(arg.shape[0], 1)), arg.dtype),)
+
+
+def _columns_rule(call: Call) -> Rule:
+    """The last dim has as many blocks as the first, and is needed whole."""
+    builder, (arg,) = RuleBuilder(), call.types
+    dims = builder.dims(arg.shape[:-1])
+    operand, result = (*dims, builder.blocked(arg.shape[-1])), (*dims, builder.blocked(call.results[0].shape[-1]))
+    return builder.build([operand], [result])
+
+
+def _columns_emit(e: Emit) -> str:
+    """Text of each of the rank's blocks with its columns, one behind the other."""
+    blocks, size = e.call.types[0].shape[0], e.call.results[0].shape[-1]
+    numbers = [n for a, b in e.result_runs(0)[0] for n in range(a, b)]
+    starts = [(n - e.call["step"]) % blocks * size for n in numbers]
+    parts = [f"{e.operands[0]}[{i}:{i + 1}, ..., {a}:{a + size}]" for i, a in enumerate(starts)]
+    return f"torch.cat([{', '.join(parts)}])" if parts else f"{e.operands[0]}[..., :{size}]"
+
+
+def _columns_samples() -> list[Sample]:
+    return [Sample((TensorType((4, 2, 8), DataType.Float), 1)), Sample((TensorType((3, 6), DataType.Bool), 0))]
+
+
 # the merge --------------------------------------------------------------------------------------------------------
 
 
@@ -163,6 +194,10 @@ OPS = (
           _pick_rule, _keep_emit, Partial.MOVE, flops=lambda call: 0.0, samples=_keep_samples,
           nvfuser="zeros for some of the ranks",
           about="zeros in the first `first` blocks, or in the others; part of the ring's rounds"),
+    OpDef("block_columns", (Param("arg", K.TENSOR), Param("step", K.INT)), _columns_infer, _columns_rule, _columns_emit,
+          Partial.MOVE, flops=lambda call: 0.0, samples=_columns_samples, nvfuser="other columns for each block",
+          reference=lambda x, step: torch.stack([x[r].chunk(len(x), -1)[(r - step) % len(x)] for r in range(len(x))]),
+          about="of block r's columns, in as many blocks, those of block r - `step`; part of the ring's rounds"),
     OpDef("attention_merge",
           tuple(Param(name, K.TENSOR) for name in ("output", "logsumexp", "other_output", "other_logsumexp")),
           _merge_infer, _merge_rule, lambda e: f"K.attention_merge({', '.join(e.operands)})",

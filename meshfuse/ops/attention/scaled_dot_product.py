@@ -28,6 +28,7 @@ from .operands import (
     FORWARD_PARAMS,
     STATE,
     AttentionDims,
+    added_text,
     checked_types,
     drops,
     operands_text,
@@ -43,8 +44,10 @@ from .scores import (
     Gradients,
     Saved,
     ScoreBlock,
+    addend_of,
     attend,
     can_be_fused,
+    is_addend,
     key_and_value_gradients,
     options_of,
     query_gradient,
@@ -126,15 +129,20 @@ def _as_scores(n: NvfuserEmit, name: str) -> Any:
 
 
 def _fwd_vjp(b: Backward) -> dict[str, Any]:
-    """`sdpfa_bwd` if only the output has a gradient and there is no bias or mask; else written out."""
-    if any(b[name] is not None for name in ("bias", "mask")) or b.grads[1] is not None:
+    """`sdpfa_bwd`, and `sdpfa_bwd_added` for a bias or mask, if only the output has a gradient; else written out."""
+    if b.grads[1] is not None:
         return WrittenOut(b).gradients()
     out, lse, seed, offset = b.results
     p, causal = b["dropout_p"], b["is_causal"]
     options = (0.0 if p is None else p, False if causal is None else causal)
-    qkv = (b["query"], b["key"], b["value"])
-    made = b.ops.sdpfa_bwd(b.grad, *qkv, out, lse, *options, seed, offset, b["scale"])
-    return dict(zip(("query", "key", "value"), made, strict=True))
+    qkv, found = ("query", "key", "value"), {}
+    saved = (b.grad, *(b[name] for name in qkv), out, lse, *options, seed, offset, b["scale"], b["bias"], b["mask"])
+    if any(b.needs(name) for name in qkv):
+        found |= dict(zip(qkv, b.ops.sdpfa_bwd(*saved), strict=True))
+    for name in ("bias", "mask"):
+        if b.needs(name):
+            found[name] = b.ops.sdpfa_bwd_added(*saved, name == "mask")
+    return found
 
 
 def _distributed_fwd(
@@ -157,7 +165,7 @@ def _distributed_fwd(
     output = r.call("truediv", merged, _column(r, seen))
     logsumexp = r.call("add", r.call("log", total), top)
     pairs = zip((output, logsumexp), call.results, strict=False)
-    return [*(r.call("cast", made, kind.dtype) for made, kind in pairs), seed, offset]
+    return [*(r.call("cast", made, ttype.dtype) for made, ttype in pairs), seed, offset]
 
 
 def _is_columns(r: Writing, operands: Sequence[TensorRef], dim: int) -> bool:
@@ -201,35 +209,45 @@ def _bwd_rule(call: Call) -> Rule:
 def backward_rule(call: Call, group: FactorKind, rows: FactorKind, columns: FactorKind, of: str) -> Rule:
     """The rule of a backward pass that gives the gradients of the tensors in `of`: some of q, k and v."""
     dims = AttentionDims(call, group, rows, [(checked_types(call)[1].shape[-2], columns)])
+    results: dict[str, DimFactors] = {"q": dims.q, "k": dims.k, "v": dims.v}
+    return dims.builder.build(backward_operands(call, dims), [results[name] for name in of])
+
+
+def backward_operands(call: Call, dims: AttentionDims) -> list[DimFactors]:
+    """The factors of all that a backward pass reads."""
     saved = [dims.out, dims.q, dims.k, dims.v, dims.out, dims.out[:-1]]
     state = [tuple(dims.builder.blocked(n) for n in t.shape) for t in call.types[6:8]]
-    more = [dims.out[:-1]] * len(call.types[8:])
-    results: dict[str, DimFactors] = {"q": dims.q, "k": dims.k, "v": dims.v}
-    return dims.builder.build([*saved, *state, *more], [results[name] for name in of])
+    has_more = call.op.places.get("grad_logsumexp") is not None and call.type_of("grad_logsumexp") is not None
+    return [*saved, *state, *dims.added(call), *([dims.out[:-1]] if has_more else [])]
 
 
-def backward_text(e: Emit, kernel: str) -> str:
-    """Python text of a call of a kernel, on all that a backward of attention reads."""
+def backward_text(e: Emit, kernel: str, *first: str) -> str:
+    """Python text of a call of a kernel, on `first` and then all that a backward of attention reads."""
     names = ("grad_output", "query", "key", "value", "output", "logsumexp")
     state = [str(e.operand(name)) for name in ("philox_seed", "philox_offset")]
     operands = [str(e.operand(name)) for name in names]
     scores = scores_text(e, e.operand_runs(5), 2)
-    more = [str(e.operand(name)) for name in e.call.op.places if name == "grad_logsumexp"]
-    return f"K.{kernel}({', '.join([*operands, *options_text(e), *state, scale_text(e), scores, *more])})"
+    more = added_text(e) + [str(e.operand(name)) for name in e.call.op.places if name == "grad_logsumexp"]
+    while more and more[-1] == "None":
+        more.pop()
+    return f"K.{kernel}({', '.join([*first, *operands, *options_text(e), *state, scale_text(e), scores, *more])})"
 
 
 @kernel
 def sdpfa_bwd(*saved: Any) -> Gradients:
     """Gradients of q, k and v from what the forward pass saved (`Saved`)."""
-    s = Saved(*saved)
-    if not can_be_fused(s.q, s.k, s.v, s.options, s.place):
+    s, options = Saved(*saved), Saved(*saved).options
+    if not (can_be_fused(s.q, s.k, s.v, options, s.place) and is_addend(s.q, s.bias, s.mask, options)):
         scores = score_gradients(s)
         return (query_gradient(s, *scores), *key_and_value_gradients(s, *scores))
-    return fused_kernels.attend_bwd(s.grad, s.q, s.k, s.v, s.out, s.logsumexp, s.options.is_causal, s.options.scale)
+    added = addend_of(s.q, s.bias, s.mask)
+    return fused_kernels.attend_bwd(*s[:6], added, options.is_causal, options.scale)
 
 
 def _bwd_nvfuser(n: NvfuserEmit) -> Any:
     _check_nvfuser(n)
+    if any(n.call[name] is not None for name in ("bias", "mask")):
+        raise ToTorch("nvFuser's backward takes neither bias nor mask")
     dropout, causal = n.number("dropout_p") or 0.0, n.number("is_causal") or False
     rows, columns = len(n.operand_shapes[5]) - 1, len(n.operand_shapes[2]) - 2
     if causal and not (is_whole(n, 5, rows) and is_whole(n, 2, columns)):
@@ -241,13 +259,23 @@ def _bwd_nvfuser(n: NvfuserEmit) -> Any:
 
 
 def _bwd_vjp(b: Backward) -> dict[str, Any]:
+    _check_no_dropout(b)
+    return second_gradients(b)
+
+
+def added_vjp(b: Backward) -> dict[str, Any]:
+    """The gradients of `sdpfa_bwd_added`."""
+    _check_no_dropout(b)
+    return second_gradients(b, of=("mask",) if b["of_mask"] else ("bias",))
+
+
+def _check_no_dropout(b: Backward) -> None:
     p = b["dropout_p"]
     if p not in (None, 0, 0.0):
         raise user_error(
-            "sdpfa_bwd: no derivative here with dropout", f"dropout_p {p}", "0",
+            f"{b.name}: no derivative here with dropout", f"dropout_p {p}", "0",
             "Write the attention with matmul, softmax and dropout.",
         )  # fmt: skip
-    return second_gradients(b)
 
 
 def _bwd_sample(q: tuple[int, ...], kv: tuple[int, ...], dropout: float, causal: bool) -> Sample:
@@ -261,7 +289,16 @@ def backward_samples() -> list[Sample]:
         _bwd_sample((2, 4, 6, 8), (2, 4, 6, 8), 0.0, True),
         _bwd_sample((2, 6, 4, 8), (2, 3, 5, 8), 0.3, False),
         _bwd_sample((3, 2, 4, 4, 8), (3, 2, 4, 4, 8), 0.0, False),
+        masked_sample(),
     ]
+
+
+def masked_sample() -> Sample:
+    """A call with a bias and a mask."""
+    sample = _bwd_sample((2, 4, 6, 8), (2, 2, 7, 8), 0.0, False)
+    bias, mask = TensorType((4, 6, 7), DataType.Float), TensorType((2, 1, 1, 7), DataType.Bool)
+    seen = (1, 0, 1, 1, 0, 1, 1, 0, 1, 1, 1, 0, 0, 1)
+    return Sample((*sample.args, bias, mask), values={**sample.values, 9: seen})
 
 
 OPS = (

@@ -90,13 +90,13 @@ def can_be_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Opt
     return whole and fused_kernels.can_fuse(q, k, v, options.dropout_p)
 
 
-def _is_addend(q: torch.Tensor, bias: Any, mask: Any, options: Options) -> bool:
+def is_addend(q: torch.Tensor, bias: Any, mask: Any, options: Options) -> bool:
     """Whether bias and mask can be one tensor of q's type, which the fused kernel adds to all the scores."""
     given = [x for x in (bias, mask) if x is not None]
     return not given or (not options.is_causal and all(x.dtype in (q.dtype, torch.bool) for x in given))
 
 
-def _addend(q: torch.Tensor, bias: Any, mask: Any) -> torch.Tensor | None:
+def addend_of(q: torch.Tensor, bias: Any, mask: Any) -> torch.Tensor | None:
     """Bias and mask as one tensor, added in q's type as in nvFuser."""
     if bias is None and mask is None:
         return None
@@ -117,8 +117,8 @@ def attend(
     stream: tuple[int, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, log-sum-exp) over the columns of the place, in the precision of the computation."""
-    if can_be_fused(q, k, v, options, place) and _is_addend(q, bias, mask, options):
-        return fused_kernels.attend(q, k, v, _addend(q, bias, mask), options.is_causal, options.scale)
+    if can_be_fused(q, k, v, options, place) and is_addend(q, bias, mask, options):
+        return fused_kernels.attend(q, k, v, addend_of(q, bias, mask), options.is_causal, options.scale)
     scores = _masked(_scores(q, k, options.scale), bias, mask, options, place)
     logsumexp = torch.logsumexp(scores, -1)
     probabilities = _probabilities(scores, logsumexp)
@@ -171,6 +171,8 @@ class Saved(NamedTuple):
     offset: torch.Tensor
     scale: Any
     scores: tuple[Sequence[Runs], Sequence[int]]
+    bias: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
     grad_logsumexp: torch.Tensor | None = None
 
     @property
@@ -196,8 +198,14 @@ def key_and_value_gradients(
 
 def score_gradients(s: Saved) -> tuple[torch.Tensor, torch.Tensor]:
     """(gradient of q kᵀ, probabilities after dropout), both grouped by the heads of k and v."""
+    grad_scores, dropped = softmax_gradients(s)
+    return _grouped(grad_scores, s.k) * s.options.scale, _grouped(dropped, s.k)
+
+
+def softmax_gradients(s: Saved) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradient of the scores that softmax takes, probabilities after dropout): [*b, h, s, s_k]."""
     options, place = s.options, s.place
-    scores = _masked(_scores(s.q, s.k, options.scale), None, None, options, place)
+    scores = _masked(_scores(s.q, s.k, options.scale), s.bias, s.mask, options, place)
     p = dropped = _probabilities(scores, s.logsumexp)
     grad_out = widened(s.grad)
     grad_p = torch.matmul(_grouped(grad_out, s.k), widened(s.v).transpose(-1, -2)).reshape(p.shape)
@@ -207,4 +215,4 @@ def score_gradients(s: Saved) -> tuple[torch.Tensor, torch.Tensor]:
     row_dot = (grad_out * widened(s.out)).sum(-1, keepdim=True)
     if s.grad_logsumexp is not None:
         row_dot = row_dot - s.grad_logsumexp.unsqueeze(-1)
-    return _grouped(p * (grad_p - row_dot), s.k) * options.scale, _grouped(dropped, s.k)
+    return p * (grad_p - row_dot), dropped

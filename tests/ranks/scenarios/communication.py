@@ -1,4 +1,4 @@
-"""Each kind of communication, asked for by annotations of what goes in and what comes out."""
+"""Each kind of communication, by annotations of what goes in and what comes out."""
 
 from __future__ import annotations
 

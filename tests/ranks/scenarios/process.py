@@ -1,4 +1,4 @@
-"""The communicator, profiles and what a definition tells after it has run."""
+"""The communicator, profiles and what a definition reports after it has run."""
 
 from __future__ import annotations
 

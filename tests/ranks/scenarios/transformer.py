@@ -214,7 +214,7 @@ def forward_with_dropout_and_the_sequence_split() -> None:
     forward_with_dropout_and_what_a_backward_keeps(sequence=True)
 
 
-def gradients_of_which_nothing_is_said(sequence: bool = False) -> None:
+def unannotated_gradients(sequence: bool = False) -> None:
     """They are cut as their tensors are, and sums over ranks are whole."""
     with FusionDefinition() as fd:
         block = Block(fd, 0.0, DataType.BFloat16)
@@ -232,8 +232,8 @@ def gradients_of_which_nothing_is_said(sequence: bool = False) -> None:
     assert [t.shape for t in found] == [t.shape for t in arguments]
 
 
-def gradients_of_which_nothing_is_said_with_the_sequence_split() -> None:
-    gradients_of_which_nothing_is_said(sequence=True)
+def unannotated_gradients_with_the_sequence_split() -> None:
+    unannotated_gradients(sequence=True)
 
 
 def backward(sequence: bool = False) -> None:

@@ -1,0 +1,207 @@
+"""Times of a session and of `rpc`, beside a bare channel and torch's RPC in the same run; medians, in microseconds.
+
+    python benchmarks/session/run.py [--count N]
+
+The bare channel is what Python itself takes: three processes behind socket pairs that send 28 bytes back, and a thread
+behind a queue. Each measurement is repeated in turn with its rival's, so that other load falls on both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import meshfuse.session as di
+from meshfuse.session import autograd, rpc
+
+MEGABYTES = 64
+
+
+def median(action: Callable[[], object], count: int) -> float:
+    """The median time of an action, in microseconds."""
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        action()
+        times.append((time.perf_counter() - start) * 1e6)
+    return sorted(times)[count // 2]
+
+
+class BareChannel:
+    """Three forked processes and a thread that give back what they get."""
+
+    def __init__(self) -> None:
+        self._sockets = [self._fork() for _ in range(3)]
+        self._requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self._echo, daemon=True).start()
+
+    def _fork(self) -> socket.socket:
+        mine, its = socket.socketpair()
+        if os.fork() == 0:
+            mine.close()
+            while data := its.recv(4096):
+                its.send(data[:28])
+            os._exit(0)
+        its.close()
+        return mine
+
+    def _echo(self) -> None:
+        while True:
+            self._answers.put(self._requests.get())
+
+    def round_trip(self) -> None:
+        """To all four and back."""
+        self.send()
+        self._requests.put(b"")
+        for sock in self._sockets:
+            sock.recv(4096)
+        self._answers.get()
+
+    def send(self) -> None:
+        """To the processes."""
+        for sock in self._sockets:
+            sock.send(b"x" * 100)
+
+
+def session_times(channel: BareChannel, count: int) -> dict[str, float]:
+    """Call and sync, issue, copies."""
+    found: dict[str, list[float]] = {}
+    with di.ThreadedSession(4) as threads, di.ProcessSession(4) as processes:
+        kinds: tuple[di.Session, ...] = (threads, processes)
+        functions: dict[di.Session, di.DRef] = {session: session.call(lambda: int) for session in kinds}
+
+        def call_and_sync(session: di.Session) -> None:
+            functions[session](1)
+            session.sync()
+
+        for _ in range(5):
+            found.setdefault("bare channel, 4", []).append(median(channel.round_trip, count))
+            found.setdefault("call + sync, 4 threads", []).append(median(lambda: call_and_sync(threads), count))
+            found.setdefault("call + sync, 4 processes", []).append(median(lambda: call_and_sync(processes), count))
+            found.setdefault("issue, 4 processes", []).append(_issue(functions[processes], processes, count))
+        found["64 MB to a process, GiB/s"] = [_copy(processes) for _ in range(5)]
+    return {name: sorted(values)[len(values) // 2] for name, values in found.items()}
+
+
+def _issue(function: di.DRef, session: di.Session, count: int) -> float:
+    """One call at a time, of idle workers; the sync is not counted."""
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        function(1)
+        times.append((time.perf_counter() - start) * 1e6)
+        session.sync()
+    return sorted(times)[count // 2]
+
+
+def _copy(session: di.Session) -> float:
+    tensor, target = torch.ones(MEGABYTES << 18), session.empty((MEGABYTES << 18,))
+    session.sync()
+    start = time.perf_counter()
+    target.debug_copy_from(1, tensor)
+    session.sync()
+    return MEGABYTES / 1024 / (time.perf_counter() - start)
+
+
+def add(a: int, b: int) -> int:
+    """What remote calls do."""
+    return a + b
+
+
+def layer(x: torch.Tensor) -> torch.Tensor:
+    """One worker's part of the forward pass."""
+    return torch.tanh(x @ torch.eye(3))
+
+
+def chain(modules: str, x: torch.Tensor) -> torch.Tensor:
+    """Worker 1's part, and through it those of workers 2 and 3."""
+    calls = _modules(modules)[0]
+    y = layer(x)
+    return calls.rpc_sync("worker2", layer, (y,)) + calls.rpc_sync("worker3", layer, (y,))
+
+
+def _modules(name: str) -> tuple:
+    if name == "meshfuse":
+        return rpc, autograd
+    import torch.distributed.autograd as torch_autograd
+    import torch.distributed.rpc as torch_rpc
+
+    return torch_rpc, torch_autograd
+
+
+def peer(name: str, count: int) -> None:
+    """One of four ranks of `rpc`; rank 0 measures and prints."""
+    calls, gradients = _modules(name)
+    rank = int(os.environ["RANK"])
+    calls.init_rpc(f"worker{rank}", rank=rank, world_size=4)
+    if rank == 0:
+        x = torch.randn(4, 3, requires_grad=True)
+
+        def step() -> None:
+            with gradients.context() as context:
+                loss = calls.rpc_sync("worker1", chain, (name, x)).sum()
+                gradients.backward(context, [loss])
+
+        large = torch.ones(MEGABYTES << 18)
+        for _ in range(3):
+            calls.rpc_sync("worker1", torch.numel, (large,))
+        copy = median(lambda: calls.rpc_sync("worker1", torch.numel, (large,)), 5)
+        print(json.dumps({
+            "rpc_sync": median(lambda: calls.rpc_sync("worker1", add, (1, 2)), count),
+            "remote + to_here": median(lambda: calls.remote("worker1", add, (1, 2)).to_here(), count),
+            "forward + backward through 3": median(step, max(count // 10, 20)),
+            "64 MB to a process, GiB/s": MEGABYTES / 1024 / copy * 1e6,
+        }), flush=True)  # fmt: skip
+    calls.shutdown()
+
+
+def rpc_times(name: str, count: int) -> dict[str, float]:
+    """The times of four ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    base = {**os.environ, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), base.get("PYTHONPATH", "")])
+    command = [sys.executable, __file__, "--peer", name, "--count", str(count)]
+    ranks = [
+        subprocess.Popen(command, env={**base, "RANK": str(rank), "PYTHONPATH": path}, stdout=subprocess.PIPE,
+                         stderr=subprocess.DEVNULL, text=True)
+        for rank in range(4)
+    ]  # fmt: skip
+    outputs = [rank.communicate()[0] for rank in ranks]
+    return json.loads(outputs[0].splitlines()[-1])
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=500, help="actions of each measurement")
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.peer:
+        peer(args.peer, args.count)
+        return
+    channel = BareChannel()
+    print(f"{'session':34} {'median':>9}")
+    for name, value in session_times(channel, args.count).items():
+        print(f"{name:34} {value:9.1f}")
+    ours = [rpc_times("meshfuse", args.count)]
+    theirs = [rpc_times("torch", args.count)]
+    print(f"\n{'rpc':34} {'meshfuse':>9} {'torch':>9} {'ratio':>6}")
+    for name, value in ours[0].items():
+        print(f"{name:34} {value:9.1f} {theirs[0][name]:9.1f} {value / theirs[0][name]:6.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Front doors: programs of other systems (modules of PyTorch, graphs of aten ops) as definitions with their names."""

@@ -1,0 +1,13 @@
+"""aten ops in ops of a definition: `rule_for`, over the table that is assembled here.
+
+A family of ops is a file; a new one gets a line here.
+"""
+
+from __future__ import annotations
+
+from . import attention, factories, images, indexing, pointwise, products, reductions, shapes
+from .by_name import has_rule, rule_for
+from .table import Translation
+
+FAMILIES = (pointwise, shapes, reductions, products, images, indexing, factories, attention)
+__all__ = ["FAMILIES", "Translation", "has_rule", "rule_for"]

@@ -1,0 +1,57 @@
+"""Attention, captured as one op (`frontends/sdpa.py`), in ops of a definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...definition.tensor_view import TensorView
+from ...dtypes import DataType
+from .. import sdpa
+from .table import Translation, rule
+
+assert sdpa.attention is not None  # its import registers the ops of this file
+_attention = torch.ops.meshfuse.attention.default
+_backward = torch.ops.meshfuse.attention_backward.default
+_HEADS = 4  # The dims of a query: batch, heads, rows, width.
+
+
+@rule(_attention)
+def _forward(
+    t: Translation, query: TensorView, key: TensorView, value: TensorView, mask: Any, dropout_p: float,
+    is_causal: bool, scale: float | None,
+) -> tuple[TensorView, ...]:  # fmt: skip
+    missing = _HEADS - query.ndim
+    q, k, v = (_lifted(t, x, missing) for x in (query, key, value))
+    out, lse, *state = t.ops.sdpfa_fwd(
+        q, k, v, **_added(t, mask), dropout_p=dropout_p or None, is_causal=is_causal, scale=scale
+    )
+    return _lowered(t, out, missing), _lowered(t, lse, missing), *state
+
+
+@rule(_backward)
+def _gradients(
+    t: Translation, grad: TensorView, query: TensorView, key: TensorView, value: TensorView, mask: Any,
+    output: TensorView, logsumexp: TensorView, seed: TensorView, offset: TensorView, dropout_p: float,
+    is_causal: bool, scale: float | None,
+) -> tuple[TensorView, ...]:  # fmt: skip
+    missing = _HEADS - query.ndim
+    lifted = [_lifted(t, x, missing) for x in (grad, query, key, value, output, logsumexp)]
+    made = t.ops.sdpfa_bwd(*lifted, dropout_p, is_causal, seed, offset, scale, **_added(t, mask))
+    return tuple(_lowered(t, x, missing) for x in made)
+
+
+def _lifted(t: Translation, x: TensorView, dims: int) -> TensorView:
+    return t.ops.broadcast(x, [True] * dims + [False] * x.ndim) if dims > 0 else x
+
+
+def _lowered(t: Translation, x: TensorView, dims: int) -> TensorView:
+    return t.ops.squeeze(x, list(range(dims))) if dims > 0 else x
+
+
+def _added(t: Translation, mask: Any) -> dict[str, TensorView]:
+    """What is added to the scores, by the name of sdpfa_fwd's parameter."""
+    if mask is None:
+        return {}
+    return {"mask" if mask.dtype is DataType.Bool else "bias": mask}

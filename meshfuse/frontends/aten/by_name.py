@@ -1,0 +1,52 @@
+"""Rules that follow from names: an op of ours with the name and the parameters of torch's needs none of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...ops.registry import find
+from .table import NAMED, RULES, Rule, Translation
+
+# Ops that check or hint, and make nothing.
+_NOTHING = (
+    "_assert_scalar", "_assert_async", "_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size",
+)  # fmt: skip
+
+
+def rule_for(target: Any) -> Rule | None:
+    """The rule of an op of a captured graph; None where it has none."""
+    if target in RULES:
+        return RULES[target]
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    space, _, name = target._schema.name.partition("::")
+    if target._schema.name in NAMED:
+        return NAMED[target._schema.name]
+    if name in _NOTHING:
+        return _nothing
+    return _same_name(target, name) if space == "aten" else None
+
+
+def has_rule(target: Any) -> bool:
+    """Whether an op has a rule."""
+    return rule_for(target) is not None
+
+
+def _nothing(t: Translation, *args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _same_name(target: Any, name: str) -> Rule | None:
+    """A rule that calls the op of ours of this name, if all of its parameters are torch's."""
+    found, names = find(name), [argument.name for argument in target._schema.arguments]
+    if found is None or not {param.name for param in found.params} <= set(names):
+        return None
+    kept = [param.name for param in found.params]
+
+    def write(t: Translation, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        return t.fd.call(name, [], {key: value for key, value in given.items() if key in kept})
+
+    return write

@@ -1,0 +1,174 @@
+"""aten's look-ups and writes by index."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ...definition.tensor_view import TensorView
+from ...dtypes import DataType
+from ...errors import user_error
+from .table import Translation, aten, rule
+
+
+@rule(aten.embedding.default)
+def _embedding(t: Translation, weight: TensorView, index: TensorView, *_: Any, **__: Any) -> TensorView:
+    return t.ops.embedding_fwd(index, weight)
+
+
+@rule(aten.embedding_dense_backward.default)
+def _embedding_backward(
+    t: Translation, grad: TensorView, index: TensorView, rows: int, padding: int, by_frequency: bool
+) -> TensorView:
+    """The padding's row gets no gradient."""
+    if by_frequency:
+        raise user_error("an embedding with scale_grad_by_freq", "True", "False", "Leave it out.")
+    if padding >= 0:
+        keep = t.unsqueeze(t.ops.ne(index, padding), index.ndim)
+        grad = t.ops.where(keep, grad, 0.0)
+    return t.ops.embedding_bwd(grad, index, rows)
+
+
+@rule(aten.gather.default)
+def _gather(t: Translation, x: TensorView, dim: int, index: TensorView, sparse_grad: bool = False) -> TensorView:
+    return t.ops.gather(x, index, dim % x.ndim) if x.ndim else x
+
+
+@rule(aten.index_select.default)
+def _index_select(t: Translation, x: TensorView, dim: int, index: TensorView) -> TensorView:
+    return t.ops.index_select(x, t.reshape(index, [index.type.numel]), dim % x.ndim)
+
+
+@rule(aten.scatter.src, aten.scatter.value)
+def _scatter(t: Translation, x: TensorView, dim: int, index: TensorView, source: Any) -> TensorView:
+    source = t.cast(source, x.dtype) if isinstance(source, TensorView) else source
+    return t.ops.scatter(x, index, source, dim % x.ndim)
+
+
+@rule(aten.scatter_add.default)
+def _scatter_add(t: Translation, x: TensorView, dim: int, index: TensorView, source: TensorView) -> TensorView:
+    """Rows of the index that the tensor has not are left out: other dims must be equal."""
+    dim = dim % x.ndim
+    for d, (n, m, k) in enumerate(zip(x.type.shape, index.type.shape, source.type.shape, strict=True)):
+        if (d != dim and n != m) or m != k:
+            raise user_error(
+                "scatter_add of a part of a tensor", f"index {index.type}, source {source.type}",
+                f"the sizes of {x.type} in all dims but {dim}", "Slice the tensor first.",
+            )  # fmt: skip
+    return t.ops.add(x, t.ops.take_along_axis_bwd(source, index, dim, x.type.shape[dim]))
+
+
+@rule(aten.index_add.default)
+def _index_add(
+    t: Translation, x: TensorView, dim: int, index: TensorView, source: TensorView, *, alpha: Any = 1
+) -> TensorView:
+    order = [dim % x.ndim, *(d for d in range(x.ndim) if d != dim % x.ndim)]
+    added = _added_rows(t, t.ops.permute(source, order), index, x.type.shape[dim])
+    added = t.ops.permute(added, [order.index(d) for d in range(x.ndim)])
+    return t.ops.add(x, added if alpha == 1 else t.ops.mul(added, alpha))
+
+
+def _added_rows(t: Translation, rows: TensorView, index: TensorView, n: int) -> TensorView:
+    """`n` rows of zeros with `rows` added where the index names them."""
+    kept = list(rows.type.shape[1:])
+    flat = t.ops.embedding_bwd(t.reshape(rows, [rows.type.shape[0], math.prod(kept)]), index, n)
+    return t.reshape(flat, [n, *kept])
+
+
+# Indices of several dims
+
+
+class _Indexed:
+    """The dims of a tensor that tensors of indices look up in, as one dim in front.
+
+    rows: the tensor with these dims merged in front of all others.
+    index: the places in that dim, [m]; `looked_up` are the dims that they stand for.
+    """
+
+    def __init__(self, t: Translation, x: TensorView, indices: Sequence[Any]) -> None:
+        self.t, self.x = t, x
+        self.dims = [d for d, index in enumerate(indices) if index is not None]
+        self.others = [d for d in range(x.ndim) if d not in self.dims]
+        self.looked_up, self.index = self._flat([indices[d] for d in self.dims])
+        moved = (
+            t.ops.permute(x, self.dims + self.others)
+            if self.dims + self.others != sorted(self.dims + self.others)
+            else x
+        )
+        self.kept = [x.type.shape[d] for d in self.others]
+        self.n = math.prod(x.type.shape[d] for d in self.dims)
+        self.rows = t.reshape(moved, [self.n, *self.kept])
+
+    def _flat(self, indices: Sequence[TensorView]) -> tuple[list[int], TensorView]:
+        t, ndim = self.t, max(index.ndim for index in indices)
+        found, shape = None, [1] * ndim
+        for dim, index in zip(self.dims, indices, strict=True):
+            n = self.x.type.shape[dim]
+            if index.dtype is DataType.Bool:
+                raise user_error(
+                    "an index of bools", str(index.type), "integers: how many are True is known only as it runs",
+                    "Use torch.where, or multiply with the mask.",
+                )  # fmt: skip
+            wide = t.cast(index, DataType.Int)
+            wide = t.ops.where(t.ops.lt(wide, 0), t.ops.add(wide, n), wide)
+            wide = t.reshape(wide, [1] * (ndim - index.ndim) + list(index.type.shape))
+            shape = [max(a, b) if 0 not in (a, b) else 0 for a, b in zip(shape, wide.type.shape, strict=True)]
+            found = wide if found is None else t.ops.add(t.ops.mul(found, n), wide)
+        assert found is not None
+        return shape, t.reshape(t.expand(found, shape), [math.prod(shape)])
+
+    @property
+    def front(self) -> int:
+        """Where the looked up dims stand in the result: in the place of adjacent ones, else in front."""
+        adjacent = self.dims == list(range(self.dims[0], self.dims[0] + len(self.dims)))
+        return self.dims[0] if adjacent else 0
+
+    def placed(self, rows: TensorView) -> TensorView:
+        """Looked up rows, [m, ...], in the shape of the result."""
+        count, front = len(self.looked_up), self.front
+        made = self.t.reshape(rows, [*self.looked_up, *self.kept])
+        order = [*range(count, count + front), *range(count), *range(count + front, made.ndim)]
+        return self.t.ops.permute(made, order) if order != sorted(order) else made
+
+    def taken(self, values: TensorView) -> TensorView:
+        """Values of the result's shape (broadcast to it) as rows, [m, ...]."""
+        count, front = len(self.looked_up), self.front
+        shape = [*self.kept[:front], *self.looked_up, *self.kept[front:]]
+        values = self.t.expand(values, shape)
+        order = [*range(front, front + count), *range(front), *range(front + count, len(shape))]
+        values = self.t.ops.permute(values, order) if order != sorted(order) else values
+        return self.t.reshape(values, [math.prod(self.looked_up), *self.kept])
+
+    def restored(self, rows: TensorView) -> TensorView:
+        """Changed rows, [n, ...], as the tensor."""
+        shape = [self.x.type.shape[d] for d in self.dims] + self.kept
+        order = self.dims + self.others
+        made = self.t.reshape(rows, shape)
+        return (
+            self.t.ops.permute(made, [order.index(d) for d in range(self.x.ndim)]) if order != sorted(order) else made
+        )
+
+
+@rule(aten.index.Tensor, aten._unsafe_index.Tensor)
+def _index(t: Translation, x: TensorView, indices: Sequence[Any]) -> TensorView:
+    found = _Indexed(t, x, indices)
+    return found.placed(t.ops.index_select(found.rows, found.index, 0))
+
+
+@rule(aten.index_put.default, aten._unsafe_index_put.default)
+def _index_put(
+    t: Translation, x: TensorView, indices: Sequence[Any], values: TensorView, accumulate: bool = False
+) -> TensorView:
+    """A mask of the tensor's own shape with one value is a choice; other indices write or add rows."""
+    mask = indices[0] if len(indices) == 1 else None
+    if mask is not None and mask.dtype is DataType.Bool and values.type.numel == 1:
+        value = t.reshape(t.cast(values, x.dtype), [])
+        mask = t.reshape(mask, [*mask.type.shape, *[1] * (x.ndim - mask.ndim)])
+        return t.ops.where(mask, t.ops.add(x, value) if accumulate else value, x)
+    found = _Indexed(t, x, indices)
+    rows = found.taken(t.cast(values, x.dtype))
+    if accumulate:
+        return found.restored(t.ops.add(found.rows, _added_rows(t, rows, found.index, found.n)))
+    index = t.expand(t.along(found.index, 0, rows.ndim), rows.type.shape)
+    return found.restored(t.ops.scatter(found.rows, index, rows, 0))

@@ -1,0 +1,196 @@
+"""Running the halves of a step: forward, and backward when torch's autograd asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..executor.dtensor import is_dtensor, settled
+from .calls import Call
+from .capture import Captured, Source
+from .joint import Half, Step
+from .placing import Place, Places
+
+# Gives a module's tensor by its table and its name there.
+Getter = tuple[Mapping[str, Any], str]
+
+
+class Runner:
+    """Runs the step that was planned for one kind of call.
+
+    full: makes the runner whose backward takes gradients of all results; this one's takes those of numbers alone.
+    """
+
+    def __init__(
+        self, module: nn.Module, graph: Captured, step: Step, places: Places, parameters: Mapping[str, Place],
+        draw: Callable[[], int], backend: str | None, full: Callable[[], Runner] | None,
+    ) -> None:  # fmt: skip
+        self.graph, self.step, self._places, self._parameters = graph, step, places, parameters
+        self._draw, self._backend, self.full = draw, backend, full
+        halves = [step.forward, *([step.backward] if step.backward is not None else [])]
+        kinds = ("parameter", "buffer", "constant", "argument")
+        self.sources = list(dict.fromkeys(s for half in halves for s in half.inputs if s.kind in kinds))
+        self._index = {source: place for place, source in enumerate(self.sources)}
+        self._getters = [_getter(module, graph, source) for source in self.sources]
+        self._results = [source for source in step.forward.outputs if source.kind == "result"]
+        self._mutated = [source for source in step.forward.outputs if source.kind == "mutation"]
+        self._wraps = [self._wrap(source, i) for i, source in enumerate(self._results)]
+        self._draws = any(node.draws for node in step.forward.fd.recording.nodes)
+        self._reads = [s for s in step.backward.inputs if s.kind in kinds] if step.backward is not None else []
+
+    def _wrap(self, source: Source, place: int) -> Place | None:
+        """How a result becomes a DTensor; None for a number, for what is simulated and where there is no gradient."""
+        sharding = self.step.results[place]
+        if self._places.is_simulated or self.step.backward is None or not sharding.ndim:
+            return None
+        return self._places.of_sharding(f"result {source.place}", sharding, self._shape(place))
+
+    # a call
+
+    def __call__(self, call: Call) -> Any:
+        """The forward's results, as its tree of them."""
+        pairs = zip(self.sources, self._getters, strict=True)
+        values = [call.leaves[s.place] if g is None else g[0][g[1]] for s, g in pairs]
+        found = self.forward(values)[0] if self.step.backward is None else _Function.apply(self, *values)
+        leaves: list[Any] = [None] * self.graph.results.num_leaves
+        for source, value in zip(self._results, found, strict=True):
+            leaves[source.place] = value
+        return pytree.tree_unflatten(leaves, self.graph.results)
+
+    def forward(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], int | None]:
+        """(results, what is saved, the seed of random numbers) for tensors in the order of `sources`."""
+        seed = self._draw() if self._draws else None
+        return *self.forward_with(values, seed), seed
+
+    def forward_with(self, values: Sequence[Any], seed: int | None) -> tuple[list[Any], list[Any]]:
+        """(results, what is saved), with the random numbers of a seed."""
+        half = self.step.forward
+        outputs = self._run(half, [_local(values[self._index[s]]) for s in half.inputs], seed)
+        results, changed = len(self._results), len(self._mutated)
+        for source, new in zip(self._mutated, outputs[results : results + changed], strict=True):
+            with torch.no_grad():
+                _local(values[self._index[source.of_input()]]).copy_(new)
+        return [self._shown(i, out) for i, out in enumerate(outputs[:results])], outputs[results + changed :]
+
+    def _shown(self, place: int, local: torch.Tensor) -> torch.Tensor:
+        wrap = self._wraps[place]
+        return local if wrap is None else wrap.wrapped(local, self._shape(place))
+
+    def _shape(self, place: int) -> tuple[int, ...]:
+        graph = self.step.forward.fd.latest().graph
+        return graph.shape(graph.outputs[place])
+
+    def _run(self, half: Half, values: list[torch.Tensor], seed: int | None = None) -> list[torch.Tensor]:
+        if seed is not None:
+            half.fd.seed_with(seed)
+        if self._places.is_simulated:
+            return half.fd.simulate(values)
+        return half.fd.execute(values, backend=self._backend)
+
+    # the backward
+
+    def kept(self, values: Sequence[Any]) -> list[Any]:
+        """The inputs that the backward reads; of what the forward changes a copy."""
+        changed = {source.of_input() for source in self._mutated}
+        found = [(s, values[self._index[s]]) for s in self._reads]
+        return [value.detach().clone() if s in changed else value for s, value in found]
+
+    def backward(self, kept: Sequence[Any], saved: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        """Gradients in the order of `sources`, None where there is none."""
+        half = self.step.backward
+        assert half is not None
+        by_source: dict[Source, Any] = dict(zip(self._reads, kept, strict=True))
+        by_source |= {Source("saved", place=i): t for i, t in enumerate(saved)}
+        by_source |= {Source("tangent", place=s.place): self._tangent(i, t) for i, (s, t) in
+                      enumerate(zip(self._results, tangents, strict=True))}  # fmt: skip
+        outputs = self._run(half, [_local(by_source[s]) for s in half.inputs])
+        found: list[Any] = [None] * len(self.sources)
+        for source, gradient in zip(half.outputs, outputs, strict=True):
+            found[self._index[source.of_input()]] = self._gradient(source, gradient)
+        return found
+
+    def _gradient(self, source: Source, local: torch.Tensor) -> torch.Tensor:
+        place = self._parameters.get(source.name)
+        return local if place is None else place.wrapped(local, self._places.shapes[source.name])
+
+    def _tangent(self, place: int, given: torch.Tensor | None) -> torch.Tensor:
+        """The gradient of a result in its sharding; zeros where none came."""
+        wrap = self._wraps[place]
+        if given is None:
+            sharding, shape = self.step.results[place], self._shape(place)
+            local = shape if wrap is None else Place(sharding, wrap.torch_mesh).local_shape(shape)
+            graph = self.step.forward.fd.latest().graph
+            return torch.zeros(local, dtype=_dtype(graph.tensors[graph.outputs[place]]), device=self._places.device)
+        if wrap is not None and is_dtensor(given):
+            placed: Any = given
+            return placed.redistribute(wrap.torch_mesh, wrap.placements).to_local()
+        return given.contiguous()
+
+    def unexpected(self, tangents: Sequence[Any]) -> bool:
+        """Whether a gradient came for a result that this step's backward takes none of."""
+        taken = {s.place for s in self.step.backward.inputs if s.kind == "tangent"} if self.step.backward else set()
+        return any(t is not None and s.place not in taken for s, t in zip(self._results, tangents, strict=True))
+
+
+def _dtype(tensor: Any) -> torch.dtype:
+    return getattr(torch, tensor.type.dtype.value)
+
+
+def _local(value: Any) -> Any:
+    """This rank's own part of a DTensor; any other tensor as it is."""
+    return settled(value._local_tensor) if is_dtensor(value) else value
+
+
+def _getter(module: nn.Module, graph: Captured, source: Source) -> Getter | None:
+    """Where a module keeps a tensor; None for an argument of the call."""
+    if source.kind == "argument":
+        return None
+    if source.kind == "constant":
+        return {source.name: getattr(graph.module, source.name)}, source.name
+    path, _, name = source.name.rpartition(".")
+    owner = module.get_submodule(path)
+    return (owner._parameters if source.kind == "parameter" else owner._buffers), name
+
+
+class _Function(torch.autograd.Function):
+    """A step, as torch's autograd sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, runner: Runner, *values: Any) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)
+        kept = runner.kept(values)
+        results, saved, ctx.seed = runner.forward(values)
+        ctx.runner, ctx.count = runner, len(kept)
+        ctx.save_for_backward(*kept, *saved, *(values if runner.full is not None else ()))
+        ctx.saved_count = len(saved)
+        ctx.mark_non_differentiable(*[r for r in results if not r.is_floating_point()])
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        runner, tensors = ctx.runner, ctx.saved_tensors
+        kept, rest = tensors[: ctx.count], tensors[ctx.count :]
+        saved, values = rest[: ctx.saved_count], rest[ctx.saved_count :]
+        if not runner.unexpected(tangents):
+            return None, *runner.backward(kept, saved, tangents)
+        return None, *_again(runner, values, ctx.seed, tangents)
+
+
+def _again(runner: Runner, values: Sequence[Any], seed: int | None, tangents: Sequence[Any]) -> list[Any]:
+    """The backward of a step with gradients that its plan did not expect: the forward runs once more for it."""
+    assert runner.full is not None
+    other = runner.full()
+    by_source = dict(zip(runner.sources, values, strict=True))
+    given = [by_source[source] for source in other.sources]
+    before = [v.clone() if s.kind == "buffer" else None for s, v in zip(other.sources, given, strict=True)]
+    kept = other.kept(given)
+    _, saved = other.forward_with(given, seed)
+    for value, old in zip(given, before, strict=True):
+        if old is not None:
+            value.copy_(old)
+    found = dict(zip(other.sources, other.backward(kept, saved, tangents), strict=True))
+    return [found.get(source) for source in runner.sources]

@@ -1,0 +1,204 @@
+"""A call of a module: its arguments as leaves, what its program depends on, and the shapes of all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..definition.annotation import layouts_of_spec
+from ..definition.checks import mesh_of_torch
+from ..errors import ArgumentError, SourceLine, user_error
+from ..executor.dtensor import is_dtensor, sharding_of
+from ..sharding.strided import factors_of
+from .kv_caches import Cached, cache_key, is_cache, with_cache_tensors
+from .plans import ModulePlan, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of a call.
+
+    leaves: all leaves of (args, kwargs), and behind them the tensors of `caches`; `places` are those of tensors.
+    key: what its program depends on.
+    has_gradient: whether a gradient may be asked for.
+    """
+
+    leaves: list[Any]
+    tree: pytree.TreeSpec
+    places: tuple[int, ...]
+    key: Any
+    has_gradient: bool
+    caches: tuple[Cached, ...] = ()
+
+
+def read_call(module: Any, tables: Sequence[Any], parts: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """Read a call of a module. `tables` are its modules, of which training matters, and its parameters.
+
+    parts: into how many parts the heads of a new cache are cut.
+    """
+    leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
+    caches: tuple[Cached, ...] = ()
+    if any([is_cache(leaf) for leaf in leaves]):
+        leaves, caches = with_cache_tensors(leaves, module, parts)
+    modules, parameters = tables
+    places = tuple([i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)])
+    records = torch.is_grad_enabled()
+    wanted = tuple([p.requires_grad for p in parameters]) if records else ()
+    given = records and any([leaves[i].requires_grad for i in places])
+    modes = tuple([m.training for m in modules])
+    key = (tree, tuple([_key(leaf, records) for leaf in leaves]), wanted, modes, _autocast())
+    return Call(leaves, tree, places, key, records and (given or True in wanted), caches)
+
+
+def _key(leaf: Any, records: bool) -> Any:
+    """What a program depends on of an argument: of a tensor its type and shape, of anything else its value."""
+    if not isinstance(leaf, torch.Tensor):
+        return cache_key(leaf) if is_cache(leaf) else leaf if leaf.__hash__ is not None else id(leaf)
+    given: Any = leaf
+    placed = tuple(given.placements) if is_dtensor(leaf) else None
+    return tuple(leaf.shape), leaf.dtype, placed, records and leaf.requires_grad
+
+
+def _autocast() -> Any:
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return tuple([(kind, torch.get_autocast_dtype(kind)) for kind in kinds])
+
+
+class Arguments:
+    """The tensors of a call, as they are on all ranks together.
+
+    shapes, specs: by place among the leaves the global shape, and how the argument is cut.
+    names: by place what the forward calls it.
+    """
+
+    def __init__(
+        self, parameters: Sequence[str], inputs: Mapping[str, Spec], plan: ModulePlan, simulated: bool, call: Call,
+        line: SourceLine,
+    ) -> None:  # fmt: skip
+        self.call, self.mesh, self.line, self._simulated = call, plan.mesh, line, simulated
+        self.names = _names(parameters, call)
+        self.specs: dict[int, Spec] = {}
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        for place in call.places:
+            leaf = call.leaves[place]
+            if is_dtensor(leaf):
+                self._read_dtensor(place, leaf)
+            else:
+                self._read(place, leaf, inputs.get(self.names[place]))
+        for cached in call.caches:
+            self._read_cache(cached, inputs, plan)
+
+    def _read_cache(self, cached: Cached, inputs: Mapping[str, Spec], plan: ModulePlan) -> None:
+        """Keys and values are cut as `inputs` says of the cache; else by batch, and by heads for tensor parallelism."""
+        spec = inputs.get(self.names[cached.place])
+        batch = {leaf[0]: s[0] for i, s in self.specs.items() if (leaf := self.call.leaves[i].shape)}
+        for place in range(cached.first, cached.first + 3 * cached.layers):
+            shape = self.call.leaves[place].shape
+            if len(shape) > 1:
+                heads = plan.tensor_axis if self._has_own_heads(shape[1], cached, plan.tensor_axis) else None
+                self._read(place, self.call.leaves[place], spec or (batch.get(shape[0]), heads, None, None))
+
+    def _has_own_heads(self, n: int, cached: Cached, axis: str | None) -> bool:
+        """Whether ranks of an axis have heads of their own; on real ranks a cache has a rank's heads alone."""
+        ranks = self.mesh.axis_size(axis) if axis is not None else 1
+        return ranks > 1 and (n % ranks == 0 if self._simulated else n * ranks == cached.heads)
+
+    def _read(self, place: int, leaf: torch.Tensor, spec: Spec | None) -> None:
+        shape = tuple(leaf.shape)
+        self.shapes[place] = shape
+        if spec is None:
+            return
+        name = self.names[place]
+        if len(spec) != len(shape):
+            raise user_error(
+                f"argument {name}: inputs has one entry per dim", f"{list(spec)} for shape {list(shape)}",
+                f"{len(shape)} entries, or a tensor of {len(spec)} dims", "Correct inputs of mf.parallelize.",
+                self.line, ArgumentError,
+            )  # fmt: skip
+        layouts = layouts_of_spec(name, self.mesh, spec, len(shape), self.line)
+        self.specs[place] = spec
+        if not self._simulated:
+            ranks = [_ranks(layout) for layout in layouts]
+            self.shapes[place] = tuple(n * m for n, m in zip(shape, ranks, strict=True))
+
+    def _read_dtensor(self, place: int, leaf: Any) -> None:
+        shape, name = tuple(leaf.shape), self.names[place]
+        mesh = mesh_of_torch(leaf.device_mesh)
+        sharding = sharding_of(mesh, tuple(leaf.placements), shape)
+        if mesh.grid != self.mesh.grid or sharding is None:
+            raise user_error(
+                f"argument {name}: a DTensor that the plan has no place for", f"{tuple(leaf.placements)} on {mesh}",
+                f"Shard or Replicate on {self.mesh}", "Redistribute it.", self.line, ArgumentError,
+            )  # fmt: skip
+        self.shapes[place] = shape
+        self.specs[place] = tuple([list(factors_of(layout) or layout) or None for layout in sharding.dims])
+
+    def whole(
+        self, dynamic: Mapping[str, Sequence[int]], device: torch.device, dtype: torch.dtype | None = None
+    ) -> list[Any]:
+        """The leaves with whole tensors without numbers in the place of shards; those of floats in another type."""
+        leaves = list(self.call.leaves)
+        for place in self.call.places:
+            leaf = leaves[place]
+            found = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
+            made = torch.empty(self.shapes[place], dtype=found, device=device)
+            for dim in dynamic.get(self.names[place], ()):
+                torch._dynamo.mark_dynamic(made, dim % made.ndim)
+            leaves[place] = made.requires_grad_(leaf.requires_grad)
+        return leaves
+
+    def key(self, dynamic: Mapping[str, Sequence[int]]) -> Any:
+        """What the captured graph depends on: the call's key without the sizes of dynamic dims."""
+        head, leaves, *rest = self.call.key
+        listed = list(leaves)
+        for place in self.call.places:
+            dims = {dim % len(self.shapes[place]) for dim in dynamic.get(self.names[place], ())}
+            shape = tuple([None if d in dims else n for d, n in enumerate(self.shapes[place])])
+            listed[place] = (shape, *leaves[place][1:])
+        return head, tuple(listed), *rest
+
+    def batch(self) -> tuple[int, Any] | None:
+        """(size, axes) of the first dim of the first argument that is cut along it; None where none is."""
+        for place, spec in self.specs.items():
+            if spec and spec[0] is not None:
+                return self.shapes[place][0], spec[0]
+        return None
+
+    def text(self) -> str:
+        """The shapes of all arguments, here and in all."""
+        return ", ".join(
+            f"{self.names[i]} {list(self.call.leaves[i].shape)} here, {list(shape)} in all"
+            for i, shape in self.shapes.items()
+        )
+
+
+def _ranks(layout: Any) -> int:
+    found = 1
+    for split in layout:
+        found *= split.size if split.bound else 1
+    return found
+
+
+def _names(parameters: Sequence[str], call: Call) -> list[str]:
+    """What each leaf is called: the argument's name, and the path in it."""
+    count = call.tree.num_leaves
+    paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(call.leaves[:count], call.tree))
+    names = [_name(parameters, path) for path, _ in paths]
+    for cached in call.caches:
+        parts = ("keys", "values", "length")
+        names += [f"{names[cached.place]}.{layer}.{part}" for layer in range(cached.layers) for part in parts]
+    return names
+
+
+def _name(parameters: Sequence[str], path: Sequence[Any]) -> str:
+    side, first, *rest = path
+    keys = [str(getattr(key, "idx", getattr(key, "key", key))) for key in rest]
+    if side.idx == 0:
+        head = str(parameters[first.idx]) if first.idx < len(parameters) else f"argument {first.idx}"
+    else:
+        head = str(first.key)
+    return ".".join([head, *keys])

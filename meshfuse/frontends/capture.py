@@ -1,0 +1,253 @@
+"""A module's forward and backward as one graph of aten ops, by torch's own tracing.
+
+Dynamo runs the forward on fake tensors and gives one graph of torch functions, or says at which line of the user's it
+cannot. AOTAutograd makes of that the joint graph, in which every input and output has a descriptor: which parameter,
+which argument, whose gradient. What this needs of torch is private to it and was read in torch 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import TorchDynamoException, UserError
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._functorch._aot_autograd import descriptors
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from ..errors import MeshfuseError, SourceLine, user_error
+from .decompositions import decompositions
+from .kv_caches import INNER
+from .sdpa import as_one_op
+
+Tree = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What an input of the graph is, or what an output is of.
+
+    kind: "parameter", "buffer", "constant", "argument" or "tangent" of an input; of an output "result", "mutation" or
+        "gradient".
+    name: of a parameter or buffer its full name, of a constant its attribute of the graph's module; else "".
+    place: of an argument its place among all leaves of (args, kwargs); of a result or its tangent that among results.
+    of: of a mutation or gradient, the kind of its input.
+    """
+
+    kind: str
+    name: str = ""
+    place: int = -1
+    of: str = ""
+
+    def of_input(self) -> Source:
+        """The input that a mutation or a gradient belongs to."""
+        return Source(self.of, self.name, self.place)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A joint graph. `inputs` are its placeholders, `outputs` the nodes that it returns, each with its source.
+
+    results: the tree of the forward's results.
+    numbers_only: whether only results without dims have a gradient.
+    """
+
+    module: torch.fx.GraphModule
+    inputs: tuple[tuple[torch.fx.Node, Source], ...]
+    outputs: tuple[tuple[Any, Source], ...]
+    results: pytree.TreeSpec
+    numbers_only: bool
+
+    def of_kind(self, kind: str) -> list[tuple[Any, Source]]:
+        """The inputs or outputs of a kind."""
+        return [(node, source) for node, source in (*self.inputs, *self.outputs) if source.kind == kind]
+
+
+def captured(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device, line: SourceLine,
+    *, scalars_only: bool = False, dtype: torch.dtype | None = None, given: Callable[[], str] = str,
+) -> Captured:  # fmt: skip
+    """The joint graph of module(*args, **kwargs).
+
+    Parameters and buffers are replaced by fake tensors on the device meanwhile: they may be DTensors or on meta, where
+    torch would lose gradients without a word. Arguments must be whole tensors; their numbers are not read.
+
+    scalars_only: only results without dims have a gradient, if there are such.
+    dtype: the type of floating point parameters in the graph; None for their own.
+    given: says in an error which arguments there were.
+
+    Raises DefinitionError where the forward is not one graph, with the user's line.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_quiet())
+        stack.enter_context(faked(module, device, dtype))
+        try:
+            return _traced(stack, module, args, kwargs, scalars_only)
+        except MeshfuseError:
+            raise
+        except (TorchDynamoException, UserError, RuntimeError, NotImplementedError) as error:
+            raise not_captured(module, error, line, given()) from error
+
+
+def _traced(
+    stack: contextlib.ExitStack, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], scalars_only: bool
+) -> Captured:
+    made = dynamo_graph_capture_for_export(module)(*args, **kwargs)
+    as_one_op(made)
+    scalars_only = scalars_only and _detach_others(made)
+    stack.enter_context(tracing(TracingContext(made.meta["fake_mode"])))
+    table = decompositions()
+    joint = aot_export_joint_with_descriptors(stack, made, tuple(args), dict(kwargs), decompositions=table)
+    graph = joint.graph_module.graph
+    inputs = [(node, _source_of_input(node.meta["desc"])) for node in graph.find_nodes(op="placeholder")]
+    inputs += [(node, _constant(joint.graph_module, node)) for node in graph.find_nodes(op="get_attr")]
+    (end,) = graph.find_nodes(op="output")
+    returned = pytree.tree_leaves(end.args[0], is_leaf=lambda leaf: leaf is None)
+    outputs = [
+        (node, _source_of_output(desc))
+        for node, desc in zip(returned, end.meta["desc"], strict=True)
+        if desc is not None
+    ]
+    return Captured(joint.graph_module, tuple(inputs), tuple(outputs), joint.out_spec, scalars_only)
+
+
+def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Source:
+    """A tensor that the graph holds, as an input."""
+    node.meta.setdefault("val", getattr(module, str(node.target)))
+    return Source("constant", str(node.target))
+
+
+def _source_of_input(desc: Any) -> Source:
+    if isinstance(desc, descriptors.ParamAOTInput):
+        return Source("parameter", desc.target.removeprefix(f"{INNER}."))
+    if isinstance(desc, descriptors.BufferAOTInput):
+        return Source("buffer", desc.target.removeprefix(f"{INNER}."))
+    if isinstance(desc, descriptors.PlainAOTInput):
+        return Source("argument", place=desc.idx)
+    if isinstance(desc, descriptors.TangentAOTInput):
+        return Source("tangent", place=_source_of_output(desc.output).place)
+    raise user_error("an input of the captured graph", type(desc).__name__, "a parameter, buffer or argument")
+
+
+def _source_of_output(desc: Any) -> Source:
+    if isinstance(desc, descriptors.PlainAOTOutput):
+        return Source("result", place=desc.idx)
+    if isinstance(desc, descriptors.InputMutationAOTOutput):
+        return _renamed("mutation", _source_of_input(desc.mutated_input))
+    if isinstance(desc, descriptors.GradAOTOutput):
+        return _renamed("gradient", _source_of_input(desc.grad_of))
+    raise user_error("an output of the captured graph", type(desc).__name__, "a result, a mutation or a gradient")
+
+
+def _renamed(kind: str, source: Source) -> Source:
+    return Source(kind, source.name, source.place, source.kind)
+
+
+def _detach_others(made: torch.fx.GraphModule) -> bool:
+    """Let no gradient come from results that have dims, if there are others; whether there are."""
+    (end,) = made.graph.find_nodes(op="output")
+    values = {node: node.meta.get("example_value", node.meta.get("val")) for node in end.all_input_nodes}
+    floats = {n: v for n, v in values.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    if not any(v.requires_grad for v in floats.values() if not v.ndim):
+        return False
+    with made.graph.inserting_before(end):
+        for node in (n for n, v in floats.items() if v.ndim):
+            free = made.graph.call_method("detach", (node,))
+            free.meta = dict(node.meta)
+            end.replace_input_with(node, free)
+    made.recompile()
+    return True
+
+
+# what tracing needs
+
+
+@contextlib.contextmanager
+def faked(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> Iterator[FakeTensorMode]:
+    """In this context all parameters and buffers of the module are fake tensors on a device.
+
+    dtype: that of floating point parameters; None for their own.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    tables: list[dict[str, Any]] = [t for part in module.modules() for t in (part._parameters, part._buffers)]
+    saved = [(table, dict(table)) for table in tables]
+    stand_ins: dict[int, torch.Tensor] = {}
+    try:
+        for table, values in saved:
+            for name, value in values.items():
+                if value is not None:
+                    if id(value) not in stand_ins:
+                        stand_ins[id(value)] = _fake(value, mode, device, dtype)
+                    table[name] = stand_ins[id(value)]
+        yield mode
+    finally:
+        for table, values in saved:
+            table.update(values)
+
+
+def _fake(value: torch.Tensor, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
+    cast = dtype is not None and isinstance(value, nn.Parameter) and value.is_floating_point()
+    with mode:
+        made = torch.empty_strided(value.shape, value.stride(), dtype=dtype if cast else value.dtype, device=device)
+    return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Loggers do not break the graph: models warn in their forward."""
+    config, before = torch._dynamo.config, set(torch._dynamo.config.ignore_logging_functions)
+    names = ("debug", "info", "warning", "error", "warning_once", "warning_advice", "info_once")
+    found = {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
+    config.ignore_logging_functions |= found  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        # Sizes are numbers, but for those that are marked.
+        static = config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True)
+        with warnings.catch_warnings(), static:
+            warnings.filterwarnings("ignore", "While compiling, we found certain side effects", UserWarning)
+            yield
+    finally:
+        config.ignore_logging_functions = before  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def not_captured(module: nn.Module, error: Exception, line: SourceLine, given: str) -> MeshfuseError:
+    """The error of a forward that torch cannot trace, at the user's line that stops it."""
+    where = _users_line(error) or line
+    text = " ".join(str(error).split())
+    what = f"{_called(module)} is not one graph"
+    return user_error(
+        f"{what}: {where.text}" if where.text else what, f"{text[:300]}, arguments {given}",
+        "tensor code without data-dependent control flow and calls into other libraries",
+        "Use torch.where in the place of `if`, take prints out, or compute it outside of the model.", where,
+    )  # fmt: skip
+
+
+def _users_line(error: BaseException) -> SourceLine | None:
+    """The innermost line of the user's that dynamo was at."""
+    stack = getattr(error, "real_stack", None) or []
+    for frame in reversed(list(stack)):
+        if not _is_torchs(frame.filename):
+            return SourceLine(frame.filename, int(frame.lineno or 0), frame.name)
+    return None
+
+
+def _is_torchs(path: str) -> bool:
+    return "/torch/" in path or path.startswith("<")
+
+
+def _called(module: Any) -> str:
+    """What an error calls that which is captured."""
+    inner = getattr(module, INNER, module)
+    function = getattr(inner, "_function", None)
+    return (
+        f"the forward of {type(inner).__name__}" if function is None else f"{getattr(function, '__name__', function)}"
+    )

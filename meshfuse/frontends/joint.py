@@ -1,0 +1,323 @@
+"""A captured joint graph planned as one definition, and cut into one for the forward and one for the backward.
+
+The joint plan decides what is saved for the backward and in which sharding: the forward's definition returns these
+tensors so, and the backward's takes them so. Parameters are inputs of both, as they lie, so that what is gathered of
+them is freed after its use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..definition import annotating
+from ..definition.annotation import layouts_of_spec
+from ..definition.tensor_view import TensorView
+from ..dtypes import from_torch
+from ..errors import SourceLine, located
+from ..executor.dtensor import placements_of
+from ..gc_pause import no_collection
+from ..mesh import DeviceMesh
+from ..sharding.value import Sharding
+from .activations import outputs_of_modules
+from .capture import Captured, Source
+from .cut import Cut, cut
+from .lines import line_of
+from .masks import recognised
+from .plans import ModulePlan, Spec
+from .sizes import Sizes
+from .traced import TracedDefinition
+from .translate import Translator
+
+Node = torch.fx.Node
+_HALVES = "fast"  # How the halves are planned: what matters of them the joint plan has decided.
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a captured graph is planned with.
+
+    names, shapes, specs: by place of an argument what it is called, its global shape, and how it is cut if it is.
+    dtypes: by name of a parameter, or place of an argument, the type in which it is kept, where the graph computes in
+        another.
+    reduce: the type in which gradients are summed over ranks; None for that of the graph.
+    batch: (size, axes) of the first dim of arguments, by which the first dim of results is cut; None for not cut.
+    free: whether results lie as the plan leaves them, rather than whole but for the batch.
+    replicate: whether ops without a rule are computed whole on every rank.
+    line: the user's, of annotations.
+    """
+
+    plan: ModulePlan
+    names: Mapping[int, str]
+    shapes: Mapping[int, tuple[int, ...]]
+    specs: Mapping[int, Spec]
+    line: SourceLine
+    dtypes: Mapping[Any, torch.dtype]
+    reduce: torch.dtype | None = None
+    batch: tuple[int, Any] | None = None
+    free: bool = False
+    replicate: bool = False
+    max_memory: float | None = None
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.plan.mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """A definition for one half.
+
+    inputs: what each of its inputs is; a saved tensor has the kind "saved", and its number.
+    outputs: what each of its outputs is, in the same words.
+    """
+
+    fd: TracedDefinition
+    inputs: tuple[Source, ...]
+    outputs: tuple[Source, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The two halves of a captured graph; without a gradient there is no backward.
+
+    results: the shardings of the forward's outputs.
+    saved: how many tensors the forward hands to the backward.
+    """
+
+    forward: Half
+    backward: Half | None
+    joint: TracedDefinition
+    results: tuple[Sharding, ...]
+    saved: int
+
+
+def planned(graph: Captured, setting: Setting) -> Step:
+    """Plan a captured graph for arguments of these shapes, and cut it."""
+    with no_collection():
+        return _Planner(graph, setting).step()
+
+
+class _Planner:
+    """Writes the joint definition and the two halves of one graph."""
+
+    def __init__(self, graph: Captured, setting: Setting) -> None:
+        self.graph, self.setting, self.sizes = graph, setting, Sizes()
+        for node, source in graph.of_kind("argument"):
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                self.sizes.bind(node.meta["val"].shape, setting.shapes[source.place])
+        self.masks = recognised(graph.module.graph, self.sizes)
+        self.cut: Cut = cut(graph, self.masks, setting.max_memory is not None)
+        self.activations = outputs_of_modules(graph.module.graph, setting.plan.outputs, self.cut.forward)
+        self.sources = dict(graph.inputs)
+        self._specs = {source.place: self._result_spec(node) for node, source in self._results()}
+
+    def _result_spec(self, node: Node) -> Spec | None:
+        """How a result lies; None for as the plan leaves it."""
+        shape = self.sizes.shape(node.meta["val"])
+        whole = (None,) * len(shape)
+        if not shape or (self.setting.free and _is_float(node)):
+            return None
+        batch = self.setting.batch
+        return (batch[1], *whole[1:]) if batch is not None and shape[0] == batch[0] else whole
+
+    def step(self) -> Step:
+        joint, shardings = self._joint()
+        forward = self._forward(shardings)
+        results = tuple(forward.fd.output_shardings())
+        backward = self._backward(results[len(results) - len(self.cut.saved) :]) if self.cut.backward else None
+        return Step(forward, backward, joint, results, len(self.cut.saved))
+
+    # the joint definition
+
+    def _joint(self) -> tuple[TracedDefinition, dict[Node, Sharding]]:
+        """The joint definition, and the shardings in which it has what the halves hand on."""
+        made = self._writer()
+        self._take(made, self._inputs())
+        made.write(self.cut.forward)
+        self._annotate_activations(made)
+        kept = {node: made.values[node] for node in self.cut.saved}
+        self._finish_forward(made, kept=False)
+        made.write(self.cut.again)
+        made.write(self.cut.backward)
+        self._finish_backward(made)
+        compiled = made.fd.compile()
+        left = compiled.output_shardings()
+        found = {node: compiled.sharded.shardings.get(view.id) for node, view in kept.items()}
+        results = self._results()
+        ends = {node: left[place] for place, (node, _) in enumerate(results)}
+        both = {node: s.reduced() for node, s in (found | ends).items() if s is not None}
+        return made.fd, {node: s for node, s in both.items() if _sayable(s, node, self.sizes)}
+
+    def _inputs(self) -> list[Node]:
+        """All inputs that are read."""
+        used = {x for node in (*self.cut.forward, *self.cut.backward) for x in self._read(node)}
+        used |= {node for node, _ in self.graph.outputs if node is not None}
+        return [node for node, _ in self.graph.inputs if node in used and _is_tensor(node)]
+
+    def _read(self, node: Node) -> Iterable[Node]:
+        return [a for a in self.masks[node] if isinstance(a, Node)] if node in self.masks else node.all_input_nodes
+
+    # halves
+
+    def _forward(self, shardings: Mapping[Node, Sharding]) -> Half:
+        made = self._writer(_HALVES)
+        ends = [node for node, _ in (*self._results(), *self._mutations())]
+        used = {x for node in self.cut.forward for x in self._read(node)} | set(ends)
+        taken = [node for node, _ in self.graph.inputs if node in used and _is_tensor(node)]
+        self._take(made, taken)
+        made.write(self.cut.forward)
+        self._annotate_activations(made)
+        outputs = self._finish_forward(made, kept=True)
+        outputs += [Source("saved", place=place) for place in range(len(self.cut.saved))]
+        self._annotate_as(made, shardings)
+        return Half(made.fd, tuple(self.sources[node] for node in taken), tuple(outputs))
+
+    def _annotate_as(self, made: Translator, shardings: Mapping[Node, Sharding]) -> None:
+        """Have tensors lie as in the joint plan, unless they are inputs or annotated."""
+        taken = set(made.fd.recording.input_tensors())
+        for node, sharding in shardings.items():
+            view = made.values[node]
+            if view.id not in taken and not made.fd.recording.is_annotated(view.id):
+                annotating.shard(made.fd.recording, view.id, sharding, None, self.setting.line)
+
+    def _backward(self, shardings: Sequence[Sharding]) -> Half:
+        made = self._writer(_HALVES)
+        taken: list[Source] = []
+        for place, (node, sharding) in enumerate(zip(self.cut.saved, shardings, strict=True)):
+            view = made.input(node, self._line(f"saved.{node.name}"))
+            annotating.shard(made.fd.recording, view.id, sharding, None, self.setting.line)
+            taken.append(Source("saved", place=place))
+        reads = [node for node in self.cut.reads if _is_tensor(node)]
+        self._take(made, reads)
+        made.write(self.cut.again)
+        made.write(self.cut.backward)
+        outputs = self._finish_backward(made)
+        return Half(made.fd, (*taken, *(self.sources[node] for node in reads)), tuple(outputs))
+
+    # parts of definitions
+
+    def _writer(self, search: str | None = None) -> Translator:
+        fd = TracedDefinition(max_memory=self.setting.max_memory, search=search)
+        made = Translator(fd, self.sizes, replaced=self.masks, replicate=self.setting.replicate)
+        for node, _ in self.graph.inputs:
+            if not _is_tensor(node):
+                made.values[node] = self.sizes.number(node.meta.get("val"))
+        for node in self.graph.module.graph.nodes:
+            value = node.meta.get("val")
+            if node.op == "call_function" and isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                with located(line_of(node)):
+                    made.values[node] = self.sizes.number(value)
+        return made
+
+    def _take(self, made: Translator, nodes: Sequence[Node]) -> None:
+        """Define inputs, annotated as the plan says."""
+        for node in nodes:
+            source = self.sources[node]
+            name = self._name(source)
+            kept = self.setting.dtypes.get(source.name or source.place) if source.kind != "tangent" else None
+            view = made.input(node, self._line(name), kept)
+            spec = self._spec(source, view.ndim)
+            self._annotate(made.fd, view, spec)
+            if kept is not None and kept != node.meta["val"].dtype:
+                made.fd.at = replace(made.fd.recording.tensors[view.id].line, name=f"{name}.cast")
+                cast = made.fd.ops.cast(view, from_torch(node.meta["val"].dtype))
+                self._annotate(made.fd, cast, spec)
+                made.values[node] = cast
+
+    def _name(self, source: Source) -> str:
+        """What bills call an input or output."""
+        found = source.name or self.setting.names.get(source.place, str(source.place))
+        kinds = {"tangent": f"result.{source.place}.grad", "result": f"result.{source.place}"}
+        return kinds.get(source.kind, f"{found}.grad" if source.kind == "gradient" else found)
+
+    def _line(self, name: str) -> SourceLine:
+        return replace(self.setting.line, name=name)
+
+    def _spec(self, source: Source, ndim: int) -> Spec | None:
+        if source.kind == "parameter" or (source.kind == "gradient" and source.name):
+            return self.setting.plan.spec(source.name, ndim)
+        if source.kind in ("tangent", "result"):
+            return self._specs.get(source.place)
+        if source.name:
+            return (None,) * ndim
+        return self.setting.specs.get(source.place, (None,) * ndim)
+
+    def _annotate(self, fd: TracedDefinition, view: TensorView, spec: Spec | None) -> None:
+        if spec is not None:
+            layouts = layouts_of_spec(view.label, self.setting.mesh, spec, view.ndim, self.setting.line)
+            annotating.annotate(fd.recording, view.id, self.setting.mesh, layouts, self.setting.line)
+
+    def _annotate_activations(self, made: Translator) -> None:
+        for node, spec in self.activations.items():
+            view = made.values[node]
+            self._annotate(made.fd, view, _for_ndim(spec, view.ndim))
+
+    def _results(self) -> list[tuple[Node, Source]]:
+        return [(node, source) for node, source in self.graph.of_kind("result") if node is not None]
+
+    def _mutations(self) -> list[tuple[Node, Source]]:
+        return [(node, source) for node, source in self.graph.of_kind("mutation") if node is not None]
+
+    def _finish_forward(self, made: Translator, kept: bool) -> list[Source]:
+        """Add the forward's outputs: results, what is written back, and with `kept` what is saved."""
+        outputs: list[Source] = []
+        for node, source in (*self._results(), *self._mutations()):
+            self._end(made, node, source, self._name(source))
+            outputs.append(source)
+        for node in self.cut.saved if kept else ():
+            made.fd.add_output(made.values[node])
+        return outputs
+
+    def _end(self, made: Translator, node: Node, source: Source, name: str) -> None:
+        """Add an output; an annotated one is a tensor of its own, as another may be annotated otherwise.
+
+        A gradient is reduced in the type for that, and returned in its parameter's.
+        """
+        view = made.values[node]
+        spec = self._spec(replace(source, kind=source.of) if source.kind == "mutation" else source, view.ndim)
+        made.fd.at = replace(made.fd.at, name=name)
+        if source.kind == "gradient":
+            view = self._cast(made, view, self.setting.reduce)
+        if spec is not None:
+            view = made.fd.ops.set(view)
+            self._annotate(made.fd, view, spec)
+        if source.kind == "gradient":
+            view = self._cast(made, view, self.setting.dtypes.get(source.name or source.place))
+        made.fd.add_output(view)
+
+    def _cast(self, made: Translator, view: TensorView, dtype: torch.dtype | None) -> TensorView:
+        wanted = view.dtype if dtype is None else from_torch(dtype)
+        return view if view.dtype is wanted else made.fd.ops.cast(view, wanted)
+
+    def _finish_backward(self, made: Translator) -> list[Source]:
+        outputs: list[Source] = []
+        for node, source in self.graph.of_kind("gradient"):
+            if node is not None:
+                self._end(made, node, source, self._name(source))
+                outputs.append(source)
+        return outputs
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_float(node: Node) -> bool:
+    return node.meta["val"].is_floating_point()
+
+
+def _sayable(sharding: Sharding, node: Node, sizes: Sizes) -> bool:
+    """Whether DTensor can say a sharding: results are returned as such."""
+    return placements_of(sharding, sizes.shape(node.meta["val"])) is not None
+
+
+def _for_ndim(spec: Spec, ndim: int) -> Spec:
+    """A spec for a result of so many dims; torch's SequenceParallel names one dim alone."""
+    if spec and spec[0] == "sequence":
+        _, dim, axis = spec
+        return tuple(axis if d == dim else None for d in range(ndim))
+    return spec

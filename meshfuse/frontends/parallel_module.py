@@ -1,0 +1,334 @@
+"""`parallelize`: a module whose forward and backward run as programs over a mesh of ranks."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..backends.assignment import requested
+from ..definition.checks import checked_mesh
+from ..errors import SourceLine, caller_line, line_in_script, located, shown, user_error
+from ..report.bill import Bill, bill_of
+from ..report.explain import explain_all, explain_tensor
+from ..runtime.world import World
+from .autograd import Runner
+from .calls import Arguments, Call, read_call
+from .capture import Captured, captured
+from .draws import GeneratorDraws
+from .joint import Setting, planned
+from .kv_caches import WithCaches
+from .loading import init_weights, load
+from .patterns import matches, nearest
+from .placing import Place, Places, check_world, place_parameters
+from .plans import ModulePlan, Spec, checked_specs, module_plan
+from .precision import Precision
+
+STATE = "_meshfuse"
+
+
+def parallelize(
+    module: nn.Module, mesh: Any, plan: Any = None, *, inputs: Mapping[str, Sequence[Any]] | None = None,
+    fsdp: Any = None, dynamic: Mapping[str, Sequence[int]] | None = None, precision: Precision | None = None,
+    backend: str | None = None, max_memory: float | None = None, fallback: str | None = None,
+) -> Any:  # fmt: skip
+    """Have a module's forward and backward run as programs over a mesh; returns the module itself.
+
+    Its tree, the names of its parameters and its state dict stay. On ranks that a launcher started parameters become
+    DTensors, and so do their gradients: torch's optimisers, gradient clipping, state dicts and checkpoints work with
+    them. Without a launcher ranks are simulated in this process, and all tensors are whole and plain.
+
+    mesh: an `mf.DeviceMesh`, or torch's.
+    plan: where weights lie: a dict of patterns of full names (`{"layers.*.fc1": "colwise", "head.weight": ["tp", None],
+        "layers.*.mlp:output": ["dp", None, "tp"]}`), with specs as `fd.mesh_split` takes them, Hugging Face's styles by
+        name, or torch's ParallelStyle objects; "hf" for the plan that a model of transformers has.
+    inputs: by name of the forward's arguments how they are cut. A plain tensor is this rank's shard; a DTensor says its
+        own placements. Arguments that are not named are whole on every rank.
+    fsdp: axes over which every parameter is cut as well, to be gathered for its use alone.
+    dynamic: by name of an argument the dims whose sizes change from call to call: others sizes are not captured anew.
+    precision: types to compute and to reduce gradients in (`mf.Precision`).
+    backend, max_memory: as of `fd.execute` and `FusionDefinition`.
+    fallback: "replicate" has ops that meshfuse lacks computed whole on every rank.
+
+    Raises DefinitionError for a plan, mesh or names that do not fit the module, ArgumentError for a mesh of other ranks
+    than the job has, and RankError where ranks pass different parameters.
+    """
+    line = caller_line()
+    with located(line):
+        _check(module, precision, fallback, line)
+        found = checked_mesh(mesh, line)
+        check_world(found, line)
+        names = list(inspect.signature(module.forward).parameters)
+        specs = checked_specs("inputs", inputs, names, found, line)
+        sizes = checked_specs("dynamic", dynamic, names, found, line)
+        requested(backend, line)
+        options = Options(specs, sizes, precision, backend, max_memory, fallback == "replicate")
+        where = module_plan(module, found, plan, fsdp, specs, line)
+        places = Places(where, _device(module, mesh), mesh if hasattr(mesh, "get_group") else None, line)
+        state = State(where, options, places, place_parameters(module, places), line)
+        state.names, state.parts = names, 1 if places.is_simulated else _tensor_ranks(where)
+        state.tables = list(module.modules()), list(module.parameters())
+    object.__setattr__(module, STATE, state)
+    module.__class__ = parallel_class(type(module))
+    return module
+
+
+def _tensor_ranks(plan: ModulePlan) -> int:
+    return plan.mesh.axis_size(plan.tensor_axis) if plan.tensor_axis is not None else 1
+
+
+def _check(module: Any, precision: Any, fallback: Any, line: SourceLine) -> None:
+    if not isinstance(module, nn.Module):
+        raise user_error("parallelize: module", shown(module), "an nn.Module", "Pass a model.", line)
+    if isinstance(module, ParallelModule):
+        raise user_error("parallelize: the module is parallel already", type(module).__name__, "a plain module",
+                         "Make it anew for another plan.", line)  # fmt: skip
+    if any(hasattr(p, "placements") for p in module.parameters()):
+        raise user_error("parallelize: parameters are DTensors already", "", "plain ones, or ones on meta",
+                         "Parallelize the module before anything else does.", line)  # fmt: skip
+    if precision is not None and not isinstance(precision, Precision):
+        raise user_error("parallelize: precision", shown(precision), "an mf.Precision, or None",
+                         "Pass mf.Precision(param=torch.bfloat16).", line)  # fmt: skip
+    if fallback not in (None, "replicate"):
+        raise user_error("parallelize: fallback", shown(fallback), 'None or "replicate"', "", line)
+
+
+def _device(module: nn.Module, mesh: Any) -> torch.device:
+    """Where the module is; where it is on meta, that of torch's mesh, or a GPU if there is one for this rank."""
+    real = next((p.device for p in module.parameters() if not p.is_meta), None)
+    if real is not None:
+        return real
+    kind = getattr(mesh, "device_type", "cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda", World.current().local_rank) if kind == "cuda" else torch.device(kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a user has asked for, beside the plan."""
+
+    inputs: Mapping[str, Spec]
+    dynamic: Mapping[str, Spec]
+    precision: Precision | None
+    backend: str | None
+    max_memory: float | None
+    replicate: bool
+
+
+@dataclass(slots=True, eq=False)
+class State:
+    """What a parallel module knows: its plan, where its parameters lie, and the programs of its calls.
+
+    runners: by what a program depends on.
+    graphs: what was captured, by what that depends on.
+    tables: the modules and the parameters, in order.
+    names: of the forward's arguments.
+    parts: into how many parts the heads of a new cache are cut, of which a rank has one.
+    all_results: whether gradients came for other results than numbers.
+    last: what ran last.
+    """
+
+    plan: ModulePlan
+    options: Options
+    places: Places
+    parameters: dict[str, Place]
+    line: SourceLine
+    runners: dict[Any, Runner] = field(default_factory=dict)
+    last: Runner | None = None
+    graphs: dict[Any, Captured] = field(default_factory=dict)
+    draws: GeneratorDraws = field(default_factory=GeneratorDraws)
+    all_results: bool = False
+    tables: tuple[Any, Any] = ((), ())
+    names: list[str] = field(default_factory=list)
+    parts: int = 1
+
+
+class ParallelModule(nn.Module):
+    """What `parallelize` adds to a module's class. The forward is captured at its first call with new shapes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+    def bill(self) -> Bill:
+        """The bytes that each rank sends in the latest step, forward and backward, by collective and module."""
+        step = _ran(self).step
+        halves = [step.forward, *([step.backward] if step.backward is not None else [])]
+        return Bill(tuple(entry for half in halves for entry in bill_of(half.fd.latest()).entries))
+
+    def load(self, path: Any, *, strict: bool = True) -> None:
+        """Read weights from safetensors: a file, an index of several, or a folder. Each rank reads its slices only.
+
+        Buffers that no file has, such as those of rotary embeddings, are made as `init_weights` makes them if they are
+        on meta. With `strict` every name must be there. Raises CheckpointError for what is missing or of another shape.
+        """
+        state: State = getattr(self, STATE)
+        if any(buffer.is_meta for buffer in self.buffers()):
+            self.init_weights(0)
+        load(self, state.parameters, path, strict, caller_line())
+
+    def init_weights(self, seed: int | None = None) -> None:
+        """Initialise parameters and buffers, with the same numbers on every mesh.
+
+        By the model's own `_init_weights(module)` if it has one, else by each module's `reset_parameters()`. seed: None
+        for the one of torch's generator. Raises DefinitionError for a module with parameters that has neither.
+        """
+        state: State = getattr(self, STATE)
+        chosen = torch.initial_seed() if seed is None else seed
+        with as_plain(self):
+            init_weights(self, state.parameters, state.places.device, chosen, caller_line())
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For the micro-batches of a step but the last: gradients add up in `.grad`, as everywhere in torch.
+
+        Each micro-batch reduces its own: no bytes are saved (docs/limits.md).
+        """
+        yield
+
+    def explain(self, name: str | None = None) -> str:
+        """Why a parameter or an activation lies as it does, forward and backward; without a name a table of all.
+
+        A name is a parameter's or module's full name, or a part at its end. Raises DefinitionError for one that no
+        tensor has.
+        """
+        step, line, found = _ran(self).step, caller_line(), []
+        halves = {"forward": step.forward, **({"backward": step.backward} if step.backward is not None else {})}
+        for title, half in halves.items():
+            compiled = half.fd.latest()
+            if name is None:
+                found.append(f"{title}\n{explain_all(compiled)}")
+            for tensor in compiled.graph.tensors:
+                if name is not None and _is_called(tensor.line.name, name):
+                    found.append(f"{title}: {explain_tensor(compiled, tensor.id)}")
+        if not found:
+            names = [t.line.name for half in halves.values() for t in half.fd.latest().graph.tensors]
+            raise user_error(
+                "explain: no tensor of this name", shown(name), f"such as {nearest(str(name), names)}", "", line
+            )
+        return "\n\n".join(found)
+
+
+def _is_called(tensor: str, name: str) -> bool:
+    """Whether a tensor is the parameter of this name, or made by the module of this name."""
+    return bool(tensor) and (matches(name, tensor) or matches(name, tensor.rpartition(".")[0]))
+
+
+def _ran(module: nn.Module) -> Runner:
+    state: State = getattr(module, STATE)
+    if state.last is None:
+        raise user_error("the module has not run yet", "", "a call of it", "Call it first: its plan depends on shapes.",
+                         caller_line())  # fmt: skip
+    return state.last
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def parallel_class(plain: type) -> type:
+    """The module's class with `ParallelModule` in front, under the same name."""
+    if plain not in _CLASSES:
+        names = {
+            "forward": _forward,
+            "__module__": plain.__module__,
+            "__qualname__": plain.__qualname__,
+            "_plain": plain,
+        }
+        _CLASSES[plain] = type(plain.__name__, (ParallelModule, plain), names)
+    return _CLASSES[plain]
+
+
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the program for these arguments, which is made at the first call."""
+    state: State = getattr(self, STATE)
+    call = read_call(self, state.tables, state.parts, args, kwargs)
+    runner = state.runners.get(call.key)
+    if runner is None:
+        with located(line := line_in_script(sys._getframe(1), ("torch",))):
+            runner = state.runners[call.key] = _made(self, state, call, line, state.all_results)
+    state.last = runner
+    found = runner(call)
+    for cached in call.caches:  # the caller's own, which the program has written to
+        if hasattr(found, "keys") and not isinstance(found, torch.Tensor):
+            found["past_key_values"] = call.leaves[cached.place]
+    return found
+
+
+def _made(module: Any, state: State, call: Call, line: SourceLine, all_results: bool) -> Runner:
+    """Capture and plan the module for a call.
+
+    all_results: whether its backward takes gradients of all results, where some are numbers: such a plan is made once a
+        script has needed it.
+    """
+    options, places = state.options, state.places
+    arguments = Arguments(state.names, options.inputs, state.plan, places.is_simulated, call, line)
+    graph = _captured(module, state, arguments, line, all_results)
+    setting = Setting(
+        state.plan, dict(enumerate(arguments.names)), arguments.shapes, arguments.specs, state.line,
+        _kept_dtypes(module, state, call), options.precision.reduce if options.precision is not None else None,
+        arguments.batch(), graph.numbers_only, options.replicate, options.max_memory,
+    )  # fmt: skip
+
+    def full() -> Runner:
+        if (call.key, "all") not in state.runners:
+            state.runners[call.key, "all"] = _made(module, state, call, line, True)
+        state.all_results = True
+        return state.runners[call.key, "all"]
+
+    return Runner(
+        module, graph, planned(graph, setting), places, state.parameters, state.draws, options.backend,
+        full if graph.numbers_only else None,
+    )  # fmt: skip
+
+
+def _captured(module: Any, state: State, arguments: Arguments, line: SourceLine, all_results: bool) -> Captured:
+    """The graph of a call; one graph for all sizes of dynamic dims."""
+    options, call, device = state.options, arguments.call, state.places.device
+    key = (arguments.key(options.dynamic), all_results)
+    if key not in state.graphs:
+        dtype = options.precision.param if options.precision is not None else None
+        example = arguments.whole(options.dynamic, device, dtype)
+        numbers_only = call.has_gradient and not all_results
+        with as_plain(module), torch.set_grad_enabled(call.has_gradient):
+            entry, args, kwargs = _entry(module, call, example)
+            state.graphs[key] = captured(
+                entry, args, kwargs, device, line, scalars_only=numbers_only, dtype=dtype, given=arguments.text
+            )
+    return state.graphs[key]
+
+
+def _entry(module: nn.Module, call: Call, leaves: list[Any]) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """What is captured for a call, with its arguments: the module, or one that puts tensors into caches first."""
+    if not call.caches:
+        return module, *pytree.tree_unflatten(leaves, call.tree)
+    count = call.tree.num_leaves
+    plain = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    assert len(plain) == len(call.places)
+    given = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    return WithCaches(module, leaves[:count], call.tree, call.caches), tuple(given), {}
+
+
+def _kept_dtypes(module: nn.Module, state: State, call: Call) -> dict[Any, torch.dtype]:
+    """The types in which parameters, by name, and arguments, by place, are kept where the graph has another."""
+    if state.options.precision is None or state.options.precision.param is None:
+        return {}
+    kept: dict[Any, torch.dtype] = {n: p.dtype for n, p in module.named_parameters() if p.is_floating_point()}
+    return kept | {i: call.leaves[i].dtype for i in call.places if call.leaves[i].is_floating_point()}
+
+
+@contextmanager
+def as_plain(module: Any) -> Iterator[None]:
+    """In this context the module, and all in it, have their own classes and forwards."""
+    found = [(part, type(part)) for part in module.modules() if isinstance(part, ParallelModule)]
+    for part, parallel in found:
+        part.__class__ = parallel._plain  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        for part, parallel in found:
+            part.__class__ = parallel

@@ -1,0 +1,181 @@
+"""Parameters as they lie on ranks: DTensors on real ranks, whole plain tensors where ranks are simulated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..definition.annotation import layouts_of_spec
+from ..errors import ArgumentError, SourceLine, user_error
+from ..executor.dtensor import placements_of
+from ..executor.spmd import sum_of_bits
+from ..host_ir import digest_of
+from ..mesh import DeviceMesh
+from ..runtime.world import World
+from ..sharding.data import shard
+from ..sharding.value import Sharding
+from .plans import ModulePlan, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How a tensor lies: its sharding, and for DTensors torch's mesh and placements; without these it is whole."""
+
+    sharding: Sharding
+    torch_mesh: Any = None
+    placements: tuple[Any, ...] = ()
+
+    def wrapped(self, local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """A rank's shard as the tensor that a user sees."""
+        if self.torch_mesh is None:
+            return local
+        from torch.distributed.tensor import DTensor
+
+        spec = _spec(self.torch_mesh, self.placements, tuple(shape), local.dtype)
+        return DTensor(local, spec, requires_grad=False)  # what from_local does, without its checks
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a whole tensor; itself where ranks are simulated."""
+        return whole if self.torch_mesh is None else shard(whole, self.sharding, World.current().rank)
+
+    def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of this rank's shard."""
+        if self.torch_mesh is None:
+            return tuple(shape)
+        runs = self.sharding.runs(shape, World.current().rank)
+        return tuple(sum(b - a for a, b in part) for part in runs)
+
+
+def _spec(torch_mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """What a DTensor says of itself."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    return DTensorSpec(torch_mesh, placements, TensorMeta(torch.Size(shape), dense_strides(shape), dtype))
+
+
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides."""
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(range(len(shape))):
+        strides[dim], step = step, step * shape[dim]
+    return tuple(strides)
+
+
+class Places:
+    """Where tensors of a module lie, on real ranks or on simulated ones.
+
+    shapes: the global shapes of parameters, by name.
+    """
+
+    def __init__(self, plan: ModulePlan, device: torch.device, torch_mesh: Any, line: SourceLine) -> None:
+        self.plan, self.device, self.line = plan, device, line
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.is_simulated = World.current().size == 1
+        self.torch_mesh = None if self.is_simulated else torch_mesh or _torch_mesh(plan.mesh, device)
+
+    def of_parameter(self, name: str, shape: Sequence[int]) -> Place:
+        """Where a parameter lies. Raises ArgumentError where torch has no placements for that."""
+        spec = self.plan.spec(name, len(shape))
+        return self.of_spec(name, spec, shape)
+
+    def of_spec(self, name: str, spec: Spec, shape: Sequence[int]) -> Place:
+        """Where a tensor of this spec lies."""
+        layouts = layouts_of_spec(name, self.plan.mesh, spec, len(shape), self.line)
+        return self.of_sharding(name, Sharding.make(self.plan.mesh, layouts, tuple(shape)), shape)
+
+    def of_sharding(self, name: str, sharding: Sharding, shape: Sequence[int]) -> Place:
+        """Where a tensor of this sharding lies."""
+        if self.torch_mesh is None:
+            return Place(sharding)
+        placements = placements_of(sharding, tuple(shape))
+        uneven = any(_is_cut_unevenly(layout, n) for layout, n in zip(sharding.dims, shape, strict=True))
+        if placements is None or uneven:
+            raise user_error(
+                f"{name} of shape {list(shape)} cannot be a DTensor", f"{sharding} on {sharding.mesh}",
+                "whole axes; where several cut one dim, they must divide it", "Cut another dim.", self.line,
+                ArgumentError,
+            )  # fmt: skip
+        return Place(sharding, self.torch_mesh, placements)
+
+
+def _is_cut_unevenly(layout: Any, n: int) -> bool:
+    """Whether several axes cut a dim that they do not divide: torch then cuts in turn."""
+    ranks, axes = 1, 0
+    for split in layout:
+        if split.bound:
+            ranks, axes = ranks * (split.size or 1), axes + 1
+    return axes > 1 and n % ranks != 0
+
+
+def _torch_mesh(mesh: DeviceMesh, device: torch.device) -> Any:
+    """torch's mesh of the same ranks; torch's default process group is made if there is none."""
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+    world = World.current()
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = dist.PrefixStore("meshfuse.dtensor", world.store)
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
+    ranks = torch.tensor(mesh.ranks).reshape(mesh.shape)
+    return TorchMesh(device.type, ranks, mesh_dim_names=mesh.names)
+
+
+def check_world(mesh: DeviceMesh, line: SourceLine) -> None:
+    """Raises ArgumentError where the mesh is not that of the ranks which a launcher started."""
+    size = World.current().size
+    if size > 1 and sorted(mesh.ranks) != list(range(size)):
+        raise user_error(
+            "parallelize: a mesh of other ranks than the job has", f"{mesh}", f"all of the ranks 0 to {size - 1}",
+            f"Start {len(mesh.ranks)} ranks, or make the mesh of these.", line, ArgumentError,
+        )  # fmt: skip
+
+
+def place_parameters(module: nn.Module, places: Places) -> dict[str, Place]:
+    """Put this rank's shards in the place of all parameters, by name; buffers move to the device.
+
+    Parameters on meta get memory without numbers. Those that have some must be the same on every rank: RankError
+    where they differ.
+    """
+    _check_same(module)
+    places.shapes.update((name, tuple(p.shape)) for name, p in module.named_parameters())
+    found = {name: places.of_parameter(name, p.shape) for name, p in module.named_parameters()}
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in module.named_parameters():
+        made[id(parameter)] = _placed(parameter, found[name], places.device)
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = made[id(parameter)]
+        for name, buffer in part._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                part._buffers[name] = buffer.to(places.device)
+    return found
+
+
+def _placed(parameter: nn.Parameter, place: Place, device: torch.device) -> nn.Parameter:
+    if place.torch_mesh is None and not parameter.is_meta and parameter.device == device:
+        return parameter
+    shape = tuple(parameter.shape)
+    if parameter.is_meta:
+        local = torch.empty(place.local_shape(shape), dtype=parameter.dtype, device=device)
+    else:
+        local = place.part(parameter.detach()).to(device).clone()
+    return nn.Parameter(place.wrapped(local, shape), requires_grad=parameter.requires_grad)
+
+
+def _check_same(module: nn.Module) -> None:
+    world = World.current()
+    if world.size == 1:
+        return
+    real = [(name, p) for name, p in module.named_parameters() if not p.is_meta]
+    text = "\n".join(f"{name}: {tuple(p.shape)} {p.dtype}, a sum of bits of {sum_of_bits(p)}" for name, p in real)
+    do = "Call torch.manual_seed with the same number on every rank before the model is made, or load it."
+    what = "the parameters of the module"
+    world.rendezvous.check_same(digest_of(text), what, world.all_ranks, lambda: text, do)

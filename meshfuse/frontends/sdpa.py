@@ -1,0 +1,89 @@
+"""Attention as one op of a captured graph, on every device and with every mask.
+
+torch picks a kernel for scaled_dot_product_attention by the device, the types and the mask, and each has an op of its
+own. A captured graph has the two ops of this file instead, which are never run: they only have shapes and a gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+@torch.library.custom_op("meshfuse::attention", mutates_args=())
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(output, log-sum-exp of the rows, seed, offset) of attention, as fd.ops.sdpfa_fwd has them."""
+    raise AssertionError("attention of a captured graph is translated, not run")
+
+
+@attention.register_fake
+def _(query: Any, key: Any, value: Any, mask: Any, dropout_p: float, is_causal: bool, scale: float | None) -> Any:
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    state = [query.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ())]
+    return (out, query.new_empty(query.shape[:-1], dtype=wide), *state)
+
+
+@torch.library.custom_op("meshfuse::attention_backward", mutates_args=())
+def attention_backward(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+    output: torch.Tensor, logsumexp: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, dropout_p: float,
+    is_causal: bool, scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradients of attention by query, key and value."""
+    raise AssertionError("attention of a captured graph is translated, not run")
+
+
+@attention_backward.register_fake
+def _(grad: Any, query: Any, key: Any, value: Any, *_: Any) -> Any:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    query, key, value, mask, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, mask, *output)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _gradients(ctx: Any, grad: Any, *_: Any) -> Any:
+    found = attention_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options)
+    return (*found, None, None, None, None)
+
+
+attention.register_autograd(_gradients, setup_context=_save)
+
+
+def as_one_op(graph: torch.fx.GraphModule) -> None:
+    """Put this file's op in the place of every scaled_dot_product_attention of a graph of torch functions.
+
+    One whose mask has a gradient, as a learned bias has, stays torch's: it is written out in products.
+    """
+    for node in list(graph.graph.nodes):
+        if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
+            mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)
+            learned = mask is not None and getattr(mask.meta.get("example_value"), "requires_grad", False)
+            if not learned:
+                _replace(graph.graph, node)
+    graph.recompile()
+
+
+def _replace(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+    given: dict[str, Any] = {**dict(zip(names[:6], node.args, strict=False)), **node.kwargs}
+    query, key, value, mask = (given.get(name) for name in names[:4])
+    options = (float(given.get("dropout_p", 0.0)), given.get("is_causal", False), given.get("scale"))
+    with graph.inserting_before(node):
+        made = graph.call_function(torch.ops.meshfuse.attention.default, (query, key, value, mask, *options))
+        first = graph.call_function(_first, (made,))
+    made.meta, first.meta = dict(node.meta), dict(node.meta)
+    node.replace_all_uses_with(first)
+    graph.erase_node(node)
+
+
+def _first(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return results[0]

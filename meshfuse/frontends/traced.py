@@ -1,0 +1,44 @@
+"""The definition that a graph of somebody else's is translated to: its ops have the lines and names of that graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..definition import applying, inputs
+from ..definition.tensor_view import TensorView
+from ..errors import SourceLine
+from ..fusion_definition import FusionDefinition
+from ..ops.opdef import OpDef
+
+
+class TracedDefinition(FusionDefinition):
+    """A definition whose ops are not written by a script.
+
+    at: the line that ops get from now on.
+    """
+
+    at: SourceLine
+    _seed: int
+
+    def __init__(self, *, max_memory: float | None = None, search: str | None = None) -> None:
+        self.at, self._seed = SourceLine("", 0), 0
+        super().__init__(0, max_memory=max_memory, search=search)
+
+    def seed_with(self, seed: int) -> None:
+        """Draw the next run's random numbers by this seed alone."""
+        self._seed = self._execution.seed.given = seed
+        self._execution.steps["simulated"] = 0
+
+    def new_input(self, shape: Sequence[int], dtype: Any, line: SourceLine) -> TensorView:
+        """A new input tensor of this line, which may have a name."""
+        ref = inputs.define_tensor(self.recording, list(shape), None, dtype, None, None, False, line)
+        return TensorView(self, ref)
+
+    def _apply(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], line: SourceLine) -> Any:
+        return applying.apply(self, op, args, kwargs, self.at)
+
+    def _random_state(self, device: torch.device, step: int) -> tuple[int, int]:
+        return self._seed, 0

@@ -1,0 +1,203 @@
+"""Gradients through `rpc` calls, as `torch.distributed.autograd` has them.
+
+Each message tells its receiver which messages its tensors follow from, so the worker that has the roots knows all that
+take part in a backward pass before it begins: how many gradients each worker will get for every message that it has
+received. A worker runs its own part as soon as these are complete. Messages that the roots do not follow from take no
+part, so nothing waits for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import marshal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError, caller_line, shown, user_error
+from .rpc.calls import Calls, calls, provide_backward
+from .rpc.contexts import Context, Message, leaves_of, reachable, sources
+from .rpc.rref import DROP
+
+_ROOT: Message = (-1, -1)
+Pass = tuple[int, int]  # (rank of the root, its number there)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One backward pass: its number, and the messages that the roots follow from with their edges."""
+
+    number: Pass
+    retain: bool
+    edges: dict[Message, tuple[Message, ...]]
+
+    def text(self) -> bytes:
+        """The plan in a form that is quick to send."""
+        return marshal.dumps((self.number, self.retain, self.edges))
+
+    def count(self, message: Message) -> int:
+        """How many sent messages (or roots) follow from a received one: each brings a part of its gradient."""
+        return sum(message in reached for reached in self.edges.values())
+
+    def parts(self, rank: int) -> list[Message]:
+        """The messages that one worker has sent, and the roots if they are there."""
+        own = _ROOT if self.number[0] == rank else None
+        return [message for message in self.edges if message[0] == rank or message == own]
+
+    def group(self, message: Message) -> list[Message]:
+        """The messages of one worker that follow from the same received ones as this.
+
+        None of them waits for another one, so that their gradients can be awaited and run together.
+        """
+        reached = set(self.edges[message])
+        return [other for other in self.parts(message[0]) if set(self.edges[other]) == reached]
+
+
+@dataclass(slots=True)
+class _State:
+    """This worker's part in one backward pass.
+
+    come: by sent message its gradients. open: by received message how many parts have not run that follow from it.
+    grads: by received message what has been collected so far.
+    """
+
+    come: dict[Message, Sequence[torch.Tensor | None]] = field(default_factory=dict)
+
+    open: dict[Message, int] = field(default_factory=dict)
+    grads: dict[Message, list[torch.Tensor | None]] = field(default_factory=dict)
+
+
+class context:
+    """A context in which calls take gradients along; `with context() as context_id`. It ends on all workers."""
+
+    def __enter__(self) -> int:
+        self._context = calls().contexts.begin()
+        return self._context.number
+
+    def __exit__(self, *_: object) -> None:
+        part = calls()
+        part.contexts.enter(None)
+        _release(self._context.number)
+
+
+def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
+    """Run the backward pass from scalar tensors of this worker. The gradients accumulate in the context.
+
+    Raises ArgumentError for roots that are none and for a context that has ended, and what any worker's part raises.
+    """
+    part = calls()
+    found = part.contexts.get(context_id)
+    _check_roots(roots)
+    with found.lock:
+        edges = reachable(found.edges, own := sources(found, list(roots)))
+    plan = _Plan((part.me.id, next(_numbers)), retain_graph, {**edges, _ROOT: own})
+    found.sent[_ROOT] = list(roots)
+    with _inside(part, context_id):
+        try:
+            _run(context_id, plan, _ROOT, [torch.ones_like(root) for root in roots])
+        finally:
+            del found.sent[_ROOT]
+
+
+def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+    """The gradients of this worker's leaves that backward passes of the context have accumulated."""
+    found = calls().contexts.get(context_id)
+    with found.lock:
+        return dict(found.grads)
+
+
+_numbers = itertools.count(1)
+
+
+class _inside:
+    """A context in which calls belong to no autograd context: they carry gradients, and need none."""
+
+    def __init__(self, part: Calls, number: int):
+        self._part = part
+
+    def __enter__(self) -> None:
+        self._before = self._part.contexts.enter(None)
+
+    def __exit__(self, *_: object) -> None:
+        self._part.contexts.enter(self._before)
+
+
+def _check_roots(roots: Any) -> None:
+    if not isinstance(roots, (list, tuple)) or not roots:
+        raise user_error("backward: No tensors provided for gradient computation", shown(roots), "a list of scalars",
+                         "", caller_line(), ArgumentError)  # fmt: skip
+    for root in roots:
+        if not isinstance(root, torch.Tensor) or not root.requires_grad or root.numel() != 1:
+            found = f"shape {list(root.shape)}" if isinstance(root, torch.Tensor) else shown(root)
+            found += "" if getattr(root, "requires_grad", True) else ", requires_grad not set"
+            raise user_error("a root of backward", found, "scalar tensors that require a gradient", "", caller_line(),
+                             ArgumentError)  # fmt: skip
+
+
+def _run(context_id: int, plan: _Plan, message: Message, grads: Sequence[torch.Tensor | None]) -> None:
+    """The gradients of a message that was sent from here have come: go on from its tensors, if they are the last."""
+    part = calls()
+    found = part.contexts.get(context_id)
+    group = [message] if message == _ROOT else plan.group(message)
+    with found.lock:
+        state: _State = found.passes.setdefault(plan.number, _State())
+        state.come[message] = grads
+        if not all(other in state.come for other in group):
+            return
+        pairs = [pair for other in group for pair in zip(found.sent[other], state.come.pop(other), strict=True)]
+    _accumulate(found, state, plan, message, [(tensor, grad) for tensor, grad in pairs if grad is not None])
+    with found.lock:
+        ready = [other for other in plan.edges[message] if _is_last(state, plan, other, len(group))]
+    text = plan.text() if ready else b""
+    part.internal_all(
+        [(other[0], _continue, (context_id, text, other, tuple(state.grads.pop(other)))) for other in ready]
+    )
+
+
+def _continue(context_id: int, plan: bytes, message: Message, grads: Sequence[torch.Tensor | None]) -> None:
+    _run(context_id, _Plan(*marshal.loads(plan)), message, grads)
+
+
+def _is_last(state: _State, plan: _Plan, message: Message, parts: int) -> bool:
+    state.open[message] = state.open.get(message, plan.count(message)) - parts
+    return state.open[message] == 0
+
+
+def _accumulate(
+    found: Context, state: _State, plan: _Plan, message: Message, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    """This worker's own part of the pass."""
+    leaves = list(leaves_of([tensor for tensor, _ in pairs]))
+    retain = plan.retain or len(plan.parts(calls().me.id)) > 1
+    values = torch.autograd.grad(
+        [tensor for tensor, _ in pairs], leaves, [grad for _, grad in pairs], retain_graph=retain, allow_unused=True
+    ) if leaves else ()  # fmt: skip
+    with found.lock:
+        places = {id(leaf): (other, i) for other, own in found.received.items() for i, leaf in enumerate(own)}
+        for other in plan.edges[message]:
+            state.grads.setdefault(other, [None] * len(found.received[other]))
+        for leaf, value in zip(leaves, values, strict=True):
+            if value is not None and id(leaf) in places:
+                _add(state.grads[places[id(leaf)][0]], places[id(leaf)][1], value)
+            elif value is not None:
+                found.add_grad(leaf, value)
+
+
+def _add(grads: list[torch.Tensor | None], place: int, value: torch.Tensor) -> None:
+    before = grads[place]
+    grads[place] = value if before is None else before + value
+
+
+def _release(context_id: int) -> None:
+    """End a context here, and on the workers that it has reached from here."""
+    part = calls()
+    found = part.contexts.end(context_id)
+    for rank in sorted(found.peers - {part.me.id}) if found is not None else ():
+        part.table.later(DROP, rank, _release, context_id)
+
+
+provide_backward(backward)
+
+__all__ = ["backward", "context", "get_gradients"]

@@ -1,0 +1,163 @@
+"""A worker: its registers, and what it does with each command."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import ArgumentError, user_error
+from ..runtime.world import World
+from .compact import register_reader
+from .errors import Raised, Released, describe
+from .messages import CALL, CALL_AND_SYNC, DONE, FAILED, GET, SKIPPED
+from .pickling import dumps, loads
+from .wire import Frame
+
+REGISTER = 1  # The short form's code of a register.
+
+
+class _Here(threading.local):
+    executor: Executor | None = None
+
+
+_here = _Here()
+
+
+class Executor:
+    """The state of one worker, and the one thread that changes it.
+
+    After a call that failed, here or elsewhere, calls are skipped until the controller, which has then told its user,
+    begins a new epoch.
+
+    make_world: gives the worker's world of an epoch. told: what is called with the number of a call that failed.
+    """
+
+    def __init__(
+        self, worker: int, size: int, groups: int, make_world: Callable[[Executor, int], World],
+        told: Callable[[int, int], None],
+    ):  # fmt: skip
+        self.worker, self.size, self.groups = worker, size, groups
+        self.registers: dict[int, Any] = {}
+        self.epoch, self.running = 0, 0
+        self._released, self._reason = (-1, 0), ""
+        self.failure: Raised | None = None
+        self._make_world, self._told = make_world, told
+        self._world: World | None = None
+        self.since = 0.0
+
+    @property
+    def group_size(self) -> int:
+        """Workers of each group."""
+        return self.size // self.groups
+
+    def enter(self) -> None:
+        """Make the calling thread the one that runs this worker's calls."""
+        _here.executor = self
+        World.enter_by(self.world)
+
+    def world(self) -> World:
+        """This worker as a rank, among the others of its session."""
+        if self._world is None:
+            self._world = self._make_world(self, self.epoch)
+        return self._world
+
+    def release(self, epoch: int, number: int, reason: str) -> None:
+        """From any thread: in this epoch call `number` failed on another worker.
+
+        Calls before it run all the same, as they did there. Those after it are skipped, and it leaves its collectives.
+        """
+        before = self._released
+        if epoch > before[0] or (epoch == before[0] and number < before[1]):
+            self._reason = reason
+            self._released = (epoch, number)
+
+    def _skips(self, number: int) -> bool:
+        epoch, first = self._released
+        return epoch > self.epoch or (epoch == self.epoch and number > first)
+
+    def why_released(self) -> str | None:
+        """Why this worker must leave what it waits for; None if it need not."""
+        epoch, first = self._released
+        return self._reason if epoch > self.epoch or (epoch == self.epoch and self.running >= first) else None
+
+    def handle(self, frame: Frame) -> Frame | None:
+        """Do what a command says; the answer, if there is one."""
+        if frame.epoch > self.epoch:
+            self._renew(frame.epoch)
+        for number in frame.freed:
+            self.registers.pop(number, None)
+        if frame.kind in (CALL, CALL_AND_SYNC):
+            if not self._skips(frame.number):
+                self._call(frame)
+            return self._report(frame) if frame.kind == CALL_AND_SYNC else None
+        value = self._value(frame) if frame.kind == GET and not self._skips(frame.number) else None
+        return value or self._report(frame)
+
+    def _renew(self, epoch: int) -> None:
+        self.epoch, self.failure = epoch, None
+        self.leave_world()
+
+    def leave_world(self) -> None:
+        """Break the connections to the other workers."""
+        world, self._world = self._world, None
+        if world is not None:
+            world.close()  # type: ignore[attr-defined]
+
+    def _call(self, frame: Frame) -> None:
+        self.running, self.since = frame.number, time.monotonic()
+        try:
+            function, args, kwargs, result = loads(frame.payload, frame.buffers)
+            self.registers[result] = function(*args, **kwargs)
+        except BaseException as error:
+            self._fail(error, frame.number)
+        finally:
+            self.running = 0
+
+    def _fail(self, error: BaseException, number: int) -> None:
+        self.failure = self.failure or describe(error, self.worker, number)
+        self.release(self.epoch, number, "")
+        if not isinstance(error, Released):
+            self._told(self.epoch, number)
+
+    def _value(self, frame: Frame) -> Frame | None:
+        """The answer to GET; None if it failed, which the report tells."""
+        self.running = frame.number
+        try:
+            payload, buffers = dumps(loads(frame.payload))
+            return Frame(DONE, self.epoch, frame.number, payload, buffers)
+        except BaseException as error:
+            self._fail(error, frame.number)
+            return None
+        finally:
+            self.running = 0
+
+    def _report(self, frame: Frame) -> Frame:
+        if self.failure is not None:
+            return Frame(FAILED, self.epoch, frame.number, dumps(self.failure)[0])
+        return Frame(SKIPPED if self._skips(frame.number) else DONE, self.epoch, frame.number)
+
+
+def current() -> Executor:
+    """The worker that runs the calling function. Raises ArgumentError outside of a worker."""
+    if _here.executor is None:
+        raise user_error(
+            "no worker of a session runs this", "a call outside of a session's function", "one on a worker",
+            "Call it in a function that s.call runs.", cls=ArgumentError,
+        )  # fmt: skip
+    return _here.executor
+
+
+def register(number: int) -> Any:
+    """What a register of this worker holds: how a DRef in a call's arguments is read."""
+    registers = current().registers
+    if number not in registers:
+        raise user_error(
+            f"register {number} of worker {current().worker} is empty", "a DRef of a call that failed or was skipped",
+            "one whose call has returned here", "Call again what makes it.", cls=ArgumentError,
+        )  # fmt: skip
+    return registers[number]
+
+
+register_reader(REGISTER, register)

@@ -1,0 +1,31 @@
+"""Remote calls between named workers, as `torch.distributed.rpc` has them.
+
+`agent`: connections. `calls`: what is sent and done. `rref`: references to values of others. `contexts`: what the
+backward pass of `meshfuse.session.autograd` must remember. `start`: init_rpc and shutdown.
+"""
+
+from __future__ import annotations
+
+from . import functions
+from .agent import WorkerInfo
+from .rref import RRef
+from .start import (
+    BackendType,
+    RpcBackendOptions,
+    TensorPipeRpcBackendOptions,
+    get_rpc_timeout,
+    get_worker_info,
+    init_rpc,
+    is_available,
+    remote,
+    rpc_async,
+    rpc_sync,
+    rref_debug_info,
+    shutdown,
+)
+
+__all__ = [
+    "BackendType", "RRef", "RpcBackendOptions", "TensorPipeRpcBackendOptions", "WorkerInfo", "functions",
+    "get_rpc_timeout", "get_worker_info", "init_rpc", "is_available", "remote", "rpc_async", "rpc_sync",
+    "rref_debug_info", "shutdown",
+]  # fmt: skip

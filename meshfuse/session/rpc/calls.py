@@ -1,0 +1,362 @@
+"""What `rpc` sends and does: calls, their answers, references and autograd contexts that go along with them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import marshal
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import ArgumentError, caller_line, shown, user_error
+from ..errors import SessionError, describe, rebuild
+from ..messages import DONE
+from ..pickling import Tracked, dumps, loads
+from ..wire import Frame
+from .agent import FOREVER, REQUEST, Agent, WorkerInfo, fail, failure_frame, raise_failure
+from .contexts import Contexts, Message, Told, arrived, written
+from .functions import ASYNC
+from .rref import Id, Job, RRef, Table, set_peer
+
+
+class _Sending(threading.local):
+    forks: list[tuple[Any, Id]] | None = None
+
+
+class Prepared:
+    """A call that is written: calling this sends it and gives its result."""
+
+    __slots__ = ("_context", "_forks", "_frame", "_function", "_limit", "_part", "_peer", "_pooled")
+
+    def __init__(
+        self, part: Calls, peer: WorkerInfo, frame: Frame, forks: list[tuple[Any, Id]], context: int | None,
+        function: Any, limit: float,
+    ):  # fmt: skip
+        self._part, self._peer, self._frame, self._forks = part, peer, frame, forks
+        self._context, self._function, self._limit = context, function, limit
+        self._pooled: Any = None
+
+    def __call__(self) -> Any:
+        return self.begin().finish()
+
+    def begin(self) -> Prepared:
+        """Send it; calls to this process itself run in `finish`."""
+        if self._peer.id != self._part.me.id:
+            with self._told():
+                self._pooled = self._part.agent.begin(self._peer.id, self._frame)
+        return self
+
+    def finish(self) -> Any:
+        """Wait for the answer. Raises what the function raised."""
+        with self._told():
+            answer = (
+                self._part.serve_self(self._frame) if self._pooled is None
+                else self._part.agent.finish(self._peer.id, self._pooled, self._limit)
+            )  # fmt: skip
+        raise_failure(answer, f"{getattr(self._function, '__name__', self._function)} on {self._peer.name}")
+        return self._part.read(answer, self._context)[0]
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """A context in which an error means that the references of the message have not arrived."""
+        try:
+            yield
+        except SessionError:
+            self._part.take_back(self._forks)
+            raise
+
+
+class Calls:
+    """This process' part in a group of rpc workers."""
+
+    def __init__(self, agent: Agent):
+        self.agent, self.table, self.contexts = agent, Table(), Contexts(agent.me.id)
+        self._numbers = itertools.count(1)
+        self._sending = _Sending()
+        set_peer(self)
+        self.table.serve(self._send_jobs)
+        agent.server = self
+
+    # Calls
+
+    def sync(self, to: Any, function: Any, args: Any, kwargs: Any, timeout: float | None) -> Any:
+        """Call a function on a peer and wait for its result."""
+        peer, limit = self._checked(to, function, timeout), self._limit(timeout)
+        return self._prepare(peer, function, tuple(args or ()), dict(kwargs or {}), limit)()
+
+    def start(self, to: Any, function: Any, args: Any, kwargs: Any, timeout: float | None) -> Any:
+        """Call a function on a peer; its result as a future."""
+        peer, limit = self._checked(to, function, timeout), self._limit(timeout)
+        return self.agent.submit(self._prepare(peer, function, tuple(args or ()), dict(kwargs or {}), limit))
+
+    def remote(self, to: Any, function: Any, args: Any, kwargs: Any, timeout: float | None) -> RRef[Any]:
+        """Call a function on a peer, where its result stays; a reference to it."""
+        peer, limit = self._checked(to, function, timeout), self._limit(timeout)
+        number, fork = self.new_id(), self.new_id()
+        arguments = (number, fork, function, tuple(args or ()), dict(kwargs or {}))
+        made = RRef.make(peer.id, number, fork, peer.id == self.me.id)
+        if peer.id == self.me.id:
+            self.table.add(number, fork)
+        made._created = self.agent.submit(self._prepare(peer, _create, arguments, {}, limit))
+        seen = weakref.ref(made)  # The future must not keep the reference alive.
+        made._created.add_done_callback(lambda done: _confirm(done, seen()))
+        return made
+
+    def _checked(self, to: Any, function: Any, timeout: Any) -> WorkerInfo:
+        if not callable(function):
+            raise user_error("rpc", shown(function), "a function", "", caller_line(), ArgumentError)
+        if timeout is not None and (not isinstance(timeout, (int, float)) or (timeout < 0 and timeout != -1)):
+            raise user_error("rpc: timeout", shown(timeout), "seconds, or 0 for no limit", "", caller_line(),
+                             ArgumentError)  # fmt: skip
+        return self.agent.find(to)
+
+    def _limit(self, timeout: float | None) -> float:
+        return self.agent.limit if timeout is None or timeout == -1 else timeout
+
+    def _prepare(
+        self, peer: WorkerInfo, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], limit: float
+    ) -> Prepared:
+        """Write a call now, in its caller's thread."""
+        context = self.contexts.current()
+        forks: list[tuple[Any, Id]] = []
+        payload, buffers, told = self._written(context, self.contexts.new_message(), (function, args, kwargs), forks)
+        number = None
+        if context is not None:
+            number = context.number
+            context.peers.add(peer.id)
+        head = marshal.dumps((number, told))
+        frame = Frame(REQUEST, len(head), next(self._numbers), head + payload, buffers)
+        return Prepared(self, peer, frame, forks, number, function, limit)
+
+    def serve_self(self, frame: Frame) -> Frame:
+        """A call of this process to itself, as from another one."""
+        copies = [bytearray(buffer) for buffer in frame.buffers]
+        answer = self.serve(Frame(frame.kind, frame.epoch, frame.number, frame.payload, copies), self.me.id)
+        answer.buffers = [bytearray(buffer) for buffer in answer.buffers]
+        return answer
+
+    def _written(
+        self, context: Any, message: Message, value: Any, forks: list[tuple[Any, Id]] | None
+    ) -> tuple[bytes, list[memoryview], Told | None]:
+        """A value as bytes, with the references and tensors in it noted."""
+        before, self._sending.forks = self._sending.forks, forks if forks is not None else []
+        try:
+            if context is None:
+                return *dumps(value, self.agent.is_spmd), None
+            with Tracked(writing=True) as tracked:
+                payload, buffers = dumps(value, self.agent.is_spmd)
+            return payload, buffers, written(context, message, tracked)
+        finally:
+            self._sending.forks = before
+
+    def read(self, frame: Frame, context: int | None) -> tuple[Any, int | None]:
+        """What a frame holds, and the context that it belongs to (given, or the one that it names)."""
+        named, message = marshal.loads(frame.payload[: frame.epoch])
+        number = context if named is None else named
+        body = frame.payload[frame.epoch :]
+        if number is None:
+            return loads(body, frame.buffers), None
+        with Tracked(writing=False) as tracked:
+            value = loads(body, frame.buffers)
+        arrived(self.contexts.get_or_make(number), message, tracked)
+        return value, number
+
+    def serve(self, frame: Frame, peer: int) -> Frame:
+        """Do what a request says; the answer."""
+        before = self.contexts.enter(None)
+        try:
+            (function, args, kwargs), number = self.read(frame, None)
+            self.contexts.enter(number)
+            result = function(*args, **kwargs)
+            if getattr(function, ASYNC, False):
+                result = _awaited(result)
+            context = self.contexts.current()
+            if context is not None:
+                context.peers.add(peer)
+            payload, buffers, told = self._written(context, self.contexts.new_message(), result, None)
+            head = marshal.dumps((None, told))
+            return Frame(DONE, len(head), frame.number, head + payload, buffers)
+        except BaseException as error:
+            return failure_frame(error, self.me.id, frame.number)
+        finally:
+            self.contexts.enter(before)
+
+    # References
+
+    @property
+    def me(self) -> WorkerInfo:
+        """This process as a peer."""
+        return self.agent.me
+
+    def peer(self, rank: int) -> WorkerInfo:
+        """The peer of that rank."""
+        return self.agent.peers[rank]
+
+    def new_id(self) -> Id:
+        """A number that no other worker gives."""
+        return self.me.id, next(self._numbers)
+
+    def is_sending(self) -> bool:
+        """Whether this thread is writing a message."""
+        return self._sending.forks is not None
+
+    def note_fork(self, rref: RRef[Any], fork: Id) -> None:
+        """A message takes a new reference along: the owner knows it at once, another one keeps its own meanwhile."""
+        if rref.is_owner():
+            self.table.add(rref._id, fork)
+        else:
+            self.table.pending[fork] = rref
+        assert self._sending.forks is not None
+        self._sending.forks.append((rref, fork))
+
+    def take_back(self, forks: list[tuple[Any, Id]]) -> None:
+        """A message did not arrive: nor did its references."""
+        for rref, fork in forks:
+            if rref.is_owner():
+                self.table.drop(rref._id, fork)
+            self.table.pending.pop(fork, None)
+
+    def _send_jobs(self, rank: int, jobs: Sequence[Job]) -> None:
+        """What ended references and contexts ask of a worker."""
+        if rank == self.me.id:
+            _do(list(jobs))
+        elif not self.agent.is_closed:
+            self.internal(rank, _do, list(jobs))
+
+    def internal(self, to: int, function: Any, *args: Any, limit: float | None = None) -> Any:
+        """A call of `rpc`'s own, outside of any context."""
+        before = self.contexts.enter(None)
+        try:
+            return self._prepare(self.agent.peers[to], function, args, {}, self._limit(limit))()
+        finally:
+            self.contexts.enter(before)
+
+    def internal_all(self, jobs: Sequence[tuple[int, Callable[..., Any], tuple[Any, ...]]]) -> None:
+        """Calls of `rpc`'s own to several workers at a time: a worker, a function and its arguments each."""
+        before = self.contexts.enter(None)
+        try:
+            limit = self._limit(None)
+            started = [
+                self._prepare(self.agent.peers[to], function, args, {}, limit).begin() for to, function, args in jobs
+            ]
+            for call in started:
+                call.finish()
+        finally:
+            self.contexts.enter(before)
+
+    def to_here(self, rref: RRef[Any], timeout: float | None) -> Any:
+        """The value of a reference."""
+        if rref.is_owner():
+            return self.table.entry(rref._id, self._limit(timeout) or FOREVER).value.wait()
+        created = rref._created
+        if created is not None and created.done():
+            created.wait()  # Raises what made that call fail.
+        return self.sync(rref._owner, _fetch, (rref._id, self._limit(timeout)), {}, timeout)
+
+    def proxy(self, rref: RRef[Any], how: str, timeout: float | None) -> Any:
+        """An object whose methods run on the owner."""
+        return _Proxy(self, rref, how, timeout)
+
+    def backward(self, rref: RRef[Any], context: int, retain_graph: bool) -> None:
+        """The backward pass from a reference's value."""
+        self.sync(rref._owner, _backward, (rref, context, retain_graph), {}, None)
+
+
+class _Proxy:
+    """Calls methods of a reference's value on its owner."""
+
+    def __init__(self, calls: Calls, rref: RRef[Any], how: str, timeout: float | None):
+        self._calls, self._rref, self._timeout = calls, rref, timeout
+        self._call = {"rpc_sync": calls.sync, "rpc_async": calls.start, "remote": calls.remote}[how]
+
+    def __getattr__(self, name: str) -> Any:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return self._call(self._rref._owner, _invoke, (self._rref, name, args, kwargs), {}, self._timeout)
+
+        return method
+
+
+_calls: list[Calls] = []
+# Put here by `autograd`, which stands above this module.
+_distributed_backward: list[Callable[[int, list[Any], bool], None]] = []
+
+
+def provide_backward(function: Callable[[int, list[Any], bool], None]) -> None:
+    """What runs a distributed backward pass from tensors of this process."""
+    _distributed_backward[:] = [function]
+
+
+def set_calls(calls: Calls | None) -> None:
+    """This process' part in a group; None when it has ended."""
+    _calls[:] = [] if calls is None else [calls]
+    set_peer(calls)
+
+
+def calls() -> Calls:
+    """This process' part in a group. Raises SessionError where init_rpc has not been called."""
+    if not _calls:
+        raise SessionError("rpc is not initialized: found no group, needed rpc.init_rpc first", caller_line())
+    return _calls[0]
+
+
+def _awaited(result: Any) -> Any:
+    if not isinstance(result, torch._C.Future):
+        raise user_error(
+            "a function of async_execution", shown(result), "a torch.futures.Future as its result", "",
+            caller_line(), ArgumentError,
+        )  # fmt: skip
+    return result.wait()
+
+
+def _confirm(done: Any, made: RRef[Any] | None) -> None:
+    """The owner has answered to `remote`: it knows the reference, whether or not the function raised."""
+    try:
+        done.value()
+    except Exception:
+        return
+    if made is not None:
+        made.confirm()
+
+
+# What runs on the other side.
+
+
+def _create(number: Id, fork: Id, function: Any, args: Any, kwargs: Any) -> None:
+    """Make a value that stays here; what its function raises, its readers get."""
+    future = calls().table.add(number, fork).value
+    try:
+        result = function(*args, **kwargs)
+        if getattr(function, ASYNC, False):
+            result = _awaited(result)
+    except Exception as error:
+        # With its traceback as text, which its readers are shown.
+        fail(future, rebuild(describe(error, calls().me.id, 0), None, "of rpc.remote"))
+        return
+    future.set_result(result)
+
+
+def _fetch(number: Id, limit: float) -> Any:
+    return calls().table.entry(number, limit or FOREVER).value.wait()
+
+
+def _do(jobs: Sequence[Job]) -> None:
+    for function, args in jobs:
+        function(*args)
+
+
+def _invoke(rref: RRef[Any], name: str, args: Any, kwargs: Any) -> Any:
+    result = getattr(rref.local_value(), name)(*args, **kwargs)
+    method = getattr(type(rref.local_value()), name, None)
+    return _awaited(result) if getattr(method, ASYNC, False) else result
+
+
+def _backward(rref: RRef[Any], context: int, retain_graph: bool) -> None:
+    value = rref.local_value()
+    if context == -1:
+        value.backward(retain_graph=retain_graph)
+    else:
+        _distributed_backward[0](context, [value], retain_graph)

@@ -1,0 +1,173 @@
+"""Autograd contexts: what of a distributed forward pass this process must remember for the backward.
+
+A message that carries tensors which require a gradient is remembered by its sender (the tensors) and by its receiver
+(the leaves that stand for them). The design is that of torch's distributed autograd (pytorch.org/docs/rpc/
+distributed_autograd), whose SMART mode the backward pass follows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...errors import ArgumentError, caller_line, shown, user_error
+from ..pickling import Tracked
+
+Message = tuple[int, int]  # (rank of the sender, its number there)
+Edges = dict[Message, tuple[Message, ...]]
+
+
+@dataclass(slots=True)
+class Context:
+    """What this process knows of one context.
+
+    sent: by message the tensors that it carried from here. received: by message the leaves of those that came.
+    edges: by message the messages that its tensors follow from, as far as this process has heard.
+    peers: other workers that take part. grads: of this process' leaves, by tensor.
+    """
+
+    number: int
+    sent: dict[Message, list[torch.Tensor]] = field(default_factory=dict)
+    received: dict[Message, list[torch.Tensor]] = field(default_factory=dict)
+    edges: Edges = field(default_factory=dict)
+    peers: set[int] = field(default_factory=set)
+    grads: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    passes: dict[Any, Any] = field(default_factory=dict)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def add_grad(self, leaf: torch.Tensor, grad: torch.Tensor) -> None:
+        """Accumulate a leaf's gradient; not into its `.grad`, which other contexts would share."""
+        with self.lock:
+            self.grads[leaf] = self.grads[leaf] + grad if leaf in self.grads else grad
+
+
+class _Current(threading.local):
+    number: int | None = None
+
+
+class Contexts:
+    """The contexts of this process; each thread has at most one that is current."""
+
+    def __init__(self, rank: int):
+        self._rank, self._numbers, self._messages = rank, itertools.count(1), itertools.count(1)
+        self._all: dict[int, Context] = {}
+        self._current = _Current()
+        self._lock = threading.Lock()
+
+    def begin(self) -> Context:
+        """A new context, current in this thread. Raises ArgumentError inside of another one."""
+        if self._current.number is not None:
+            raise user_error("an autograd context inside of another", shown(self._current.number), "one at a time", "",
+                             caller_line(), ArgumentError)  # fmt: skip
+        context = self.get_or_make((self._rank << 48) + next(self._numbers))
+        self._current.number = context.number
+        return context
+
+    def current(self) -> Context | None:
+        """The context of this thread, if there is one."""
+        number = self._current.number
+        return None if number is None else self.get_or_make(number)
+
+    def enter(self, number: int | None) -> int | None:
+        """Let a context be current in this thread; the one before."""
+        before, self._current.number = self._current.number, number
+        return before
+
+    def get_or_make(self, number: int) -> Context:
+        """The context of that number."""
+        with self._lock:
+            return self._all.setdefault(number, Context(number))
+
+    def get(self, number: Any) -> Context:
+        """The context of that number. ArgumentError where it has ended, or never was."""
+        with self._lock:
+            if number not in self._all:
+                raise user_error(
+                    "no such autograd context", shown(number), "the id of one that is open",
+                    "Call backward and get_gradients inside of the context.", caller_line(), ArgumentError,
+                )  # fmt: skip
+            return self._all[number]
+
+    def end(self, number: int) -> Context | None:
+        """Forget a context."""
+        with self._lock:
+            return self._all.pop(number, None)
+
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._all)
+
+    def new_message(self) -> Message:
+        """A number for a message of this process."""
+        return self._rank, next(self._messages)
+
+
+Told = tuple[Message, Edges]  # a message, and the edges that can be reached from it
+
+
+def written(context: Context | None, message: Message, tracked: Tracked) -> Told | None:
+    """Remember what a message took along; what its receiver must know of it, None for nothing."""
+    if context is None or not tracked.tensors:
+        return None
+    with context.lock:
+        context.sent[message] = tracked.tensors
+        context.edges[message] = sources(context, tracked.tensors)
+        return message, reachable(context.edges, [message])
+
+
+def arrived(context: Context, told: Told | None, tracked: Tracked) -> None:
+    """Remember what a message has brought."""
+    if told is not None and tracked.tensors:
+        message, edges = told
+        with context.lock:
+            context.received[message] = tracked.tensors
+            context.edges.update(edges)
+
+
+def sources(context: Context, tensors: list[torch.Tensor]) -> tuple[Message, ...]:
+    """The received messages that tensors follow from, on this worker."""
+    by_leaf = {id(leaf): message for message, leaves in context.received.items() for leaf in leaves}
+    if not by_leaf:
+        return ()
+    return tuple({by_leaf[id(leaf)]: None for leaf in leaves_of(tensors) if id(leaf) in by_leaf})
+
+
+def reachable(
+    edges: dict[Message, tuple[Message, ...]], roots: Iterable[Message]
+) -> dict[Message, tuple[Message, ...]]:
+    """The messages that these follow from, over all workers, with their edges."""
+    found: Edges = {}
+    waiting = list(roots)
+    while waiting:
+        message = waiting.pop()
+        if message not in found:
+            found[message] = edges[message]
+            waiting += edges[message]
+    return found
+
+
+def leaves_of(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The leaves that tensors follow from, each once."""
+    seen: set[Any] = set()
+    waiting: list[Any] = []
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            waiting.append(tensor.grad_fn)
+        elif tensor.requires_grad and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield tensor
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in seen:
+            seen.add(id(leaf))
+            yield leaf
+        waiting += [before for before, _ in node.next_functions if before is not None]

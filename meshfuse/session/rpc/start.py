@@ -1,0 +1,254 @@
+"""`init_rpc` and `shutdown`, and the calls by their names in `torch.distributed.rpc`."""
+
+from __future__ import annotations
+
+import atexit
+import enum
+import os
+import secrets
+import socket
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from ...argument_checks import as_int
+from ...errors import ArgumentError, caller_line, shown, user_error
+from ...runtime.deadlines import within
+from ...runtime.environment import LOOPBACK, Environment, read_environment
+from ...runtime.store import await_keys, connect
+from ..errors import SessionError
+from ..executor import current
+from ..handshake import TOKEN, token_of
+from .agent import Agent, WorkerInfo
+from .calls import Calls, calls, set_calls
+from .rref import RRef
+
+_DEFAULT_TIMEOUT = 60.0
+_LINGER = 5.0  # Seconds that the host of the store waits for the others to have read it.
+_generation = [0]
+
+
+class BackendType(enum.Enum):
+    """Names of torch's backends. There is one, and it stands for all of them."""
+
+    TENSORPIPE = "TENSORPIPE"
+    PROCESS_GROUP = "PROCESS_GROUP"
+
+
+@dataclass(slots=True)
+class RpcBackendOptions:
+    """Options of `init_rpc`.
+
+    rpc_timeout: seconds of every call that names no other limit; 0 for none.
+    init_method: where the workers meet: "env://" (MASTER_ADDR and MASTER_PORT), "tcp://host:port" or "file:///path".
+    """
+
+    rpc_timeout: float = _DEFAULT_TIMEOUT
+    init_method: str = "env://"
+    num_worker_threads: int = 16
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rpc_timeout, (int, float)) or self.rpc_timeout < 0:
+            raise user_error("rpc_timeout", shown(self.rpc_timeout), "seconds of 0 or more", "", caller_line(),
+                             ArgumentError)  # fmt: skip
+
+
+TensorPipeRpcBackendOptions = RpcBackendOptions
+
+
+def is_available() -> bool:
+    """Whether this module can be used: always."""
+    return True
+
+
+def init_rpc(
+    name: str,
+    backend: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+) -> None:
+    """Join a group of workers that call each other's functions. All of them call this, and return together.
+
+    rank, world_size: of this worker; by the environment (RANK, WORLD_SIZE) if not given. The workers show each other
+    the token of MESHFUSE_TOKEN; without it rank 0 makes one and leaves it in the store, which has no token of its own.
+
+    Raises ArgumentError for names that are taken, WorkerTimeout where others do not come, SessionError where this
+    process is in a group already. `backend` and torch's own options are accepted, and their limits and method count.
+    """
+    if not isinstance(name, str) or not name:
+        raise user_error("init_rpc: name", shown(name), "a text", "", caller_line(), ArgumentError)
+    if _running():
+        raise SessionError("rpc is initialized already: call shutdown first", caller_line())
+    options = _options(rpc_backend_options)
+    place = _place(options.init_method, rank, world_size)
+    _generation[0] += 1
+    store = dist.PrefixStore(f"rpc/{_generation[0]}", _store(place, options))
+    token = _token(store, place.rank, options.rpc_timeout)
+    host = _own_host(place)
+    agent = Agent(name, place.rank, place.size, options.rpc_timeout, store, host, token)
+    set_calls(Calls(agent))
+    agent.exchange("ready", "")
+
+
+def join(token: str, limit: float, generation: int) -> None:
+    """On a session's worker: become a peer of the other workers, `worker0` and so on."""
+    worker = current()
+    world = worker.world()
+    if _running():
+        raise SessionError("rpc is initialized already: call shutdown first", caller_line())
+    store = dist.PrefixStore(f"rpc/{generation}", world.store) if world.size > 1 else dist.HashStore()
+    host = world.place.own_address or LOOPBACK
+    agent = Agent(f"worker{worker.worker}", worker.worker, worker.size, limit, store, host, token, is_spmd=False)
+    set_calls(Calls(agent))
+    agent.exchange("ready", "")
+
+
+def _running() -> bool:
+    try:
+        calls()
+    except SessionError:
+        return False
+    return True
+
+
+def _options(given: Any) -> RpcBackendOptions:
+    if given is None or isinstance(given, RpcBackendOptions):
+        return given or RpcBackendOptions()
+    return RpcBackendOptions(given.rpc_timeout, given.init_method)
+
+
+def _place(method: str, rank: int, size: int | None) -> Environment:
+    """This worker's rank, and where the store is."""
+    found = read_environment() if method == "env://" and (rank < 0 or size is None) else None
+    if found is not None:
+        return found
+    number, count = as_int(rank), as_int(size)
+    if number is None or count is None or not 0 <= number < count:
+        raise user_error("init_rpc: rank and world_size", f"{shown(rank)} and {shown(size)}",
+                         "a rank below the size of the world", "", caller_line(), ArgumentError)  # fmt: skip
+    there = urlsplit(method)
+    if method == "env://":
+        base = read_environment({**_master(), "RANK": str(number), "WORLD_SIZE": str(count)})
+        return replace(base, rank=number, size=count)
+    return Environment(
+        "RANK/WORLD_SIZE", number, count, number, count, there.hostname or LOOPBACK, there.port or 1, attempt="rpc"
+    )
+
+
+def _master() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name in ("MASTER_ADDR", "MASTER_PORT")}
+
+
+def _store(place: Environment, options: RpcBackendOptions) -> dist.Store:
+    limit = options.rpc_timeout or _DEFAULT_TIMEOUT
+    if options.init_method.startswith("file:"):
+        return dist.FileStore(urlsplit(options.init_method).path, place.size)
+    if place.size == 1:
+        return dist.HashStore()
+    store = connect(place, limit)
+    store.set_timeout(timedelta(seconds=limit))
+    return store
+
+
+def _token(store: dist.Store, rank: int, limit: float) -> str:
+    if os.environ.get(TOKEN):
+        return token_of()
+    if rank == 0:
+        store.set("token", secrets.token_hex(32))
+    if await_keys(store, ["token"], limit or _DEFAULT_TIMEOUT, lambda: None):
+        raise SessionError("rank 0 did not come to init_rpc", caller_line())
+    return store.get("token").decode()
+
+
+def _own_host(place: Environment) -> str:
+    """The address at which the others reach this process: loopback where all are on this machine."""
+    if place.one_host:
+        return LOOPBACK
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((place.address, place.port))
+        return probe.getsockname()[0]
+
+
+def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+    """Leave the group. With `graceful` all workers call this, and each first finishes what others ask of it.
+
+    References that are still alive end: their values go with their owners. Waits at most `timeout` seconds for the
+    others (0: the group's limit).
+    """
+    part = calls()
+    agent, limit = part.agent, timeout or part.agent.limit or 24 * 3600.0
+    try:
+        if graceful:
+            _finish(part, limit)
+    finally:
+        set_calls(None)
+        agent.close()
+        part.table.stop()
+
+
+def _finish(part: Calls, limit: float) -> None:
+    """Do what is still to be done, for the others as well: references end, and calls that others have issued."""
+    agent = part.agent
+    agent.exchange("leaving", "")
+    agent.settle(limit)
+    agent.exchange("settled", "")
+    part.table.settle(limit)
+    agent.exchange("done", "")
+    _leave_store(agent)
+
+
+def _leave_store(agent: Agent) -> None:
+    """The store may be in this process: it serves until the others no longer need it."""
+    within(1.0, lambda: agent.store.set(f"gone/{agent.me.id}", ""))
+    if agent.me.id == 0:
+        keys = [f"gone/{rank}" for rank in range(agent.size)]
+        within(_LINGER, lambda: await_keys(agent.store, keys, _LINGER, lambda: None))
+
+
+@atexit.register
+def _end() -> None:
+    if _running():
+        part = calls()
+        set_calls(None)
+        part.agent.close()
+
+
+def rpc_sync(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float | None = None) -> Any:
+    """Call a function on worker `to` (a name, rank or WorkerInfo) and return its result.
+
+    What the function raises is raised here, as its own class and WorkerError. timeout: seconds, 0 for no limit.
+    """
+    return calls().sync(to, func, args, kwargs, timeout)
+
+
+def rpc_async(
+    to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float | None = None
+) -> torch.futures.Future[Any]:
+    """Call a function on worker `to`; its result as a future."""
+    return calls().start(to, func, args, kwargs, timeout)
+
+
+def remote(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float | None = None) -> RRef[Any]:
+    """Call a function on worker `to`, which keeps its result; a reference to that."""
+    return calls().remote(to, func, args, kwargs, timeout)
+
+
+def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
+    """The worker of that name; this one without a name."""
+    return calls().me if worker_name is None else calls().agent.find(worker_name)
+
+
+def get_rpc_timeout() -> float:
+    """Seconds that a call takes at most that names no other limit."""
+    return calls().agent.limit
+
+
+def rref_debug_info() -> dict[str, int]:
+    """How many values this worker owns, and how many references it has or has passed on and not heard of."""
+    table = calls().table
+    return {"num_owner_rrefs": len(table.owned), "num_pending_users": len(table.pending), "num_users": table.users}

@@ -1,0 +1,238 @@
+"""Frames over a socket: a fixed header, a few small extras, a pickled payload and raw buffers beside it.
+
+    header   "MF", kind, epoch, number of the call, bytes of the extras, bytes of the payload (network byte order)
+    extras   marshalled: ids of registers to free, segments given back, sizes of buffers, segment they are in
+    payload  a pickle of protocol 5
+    buffers  in the stream, or in shared memory whose file is passed along (Unix sockets)
+
+A peer has shown the session's token before the first frame is read. Sizes beyond the bounds end the connection.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import marshal
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .compact import Buffer, bytes_of
+from .segments import SHARED, Placed, SegmentReader, SegmentWriter, is_available
+
+_HEADER = struct.Struct("!2sBIQIQ")
+_MAGIC = b"MF"
+# Bounds of a frame's parts, in bytes, and of all its buffers together. They stop nonsense, not large models.
+MOST_EXTRAS, MOST_PAYLOAD, MOST_BUFFERS = 1 << 26, 1 << 32, 1 << 42
+_CHUNK, _FDS = 1 << 16, socket.CMSG_SPACE(4 * 4)
+_STALL = 0.5  # Seconds after which a send that does not move asks whether it should go on.
+
+
+class Closed(ConnectionError):
+    """The peer has closed the connection, or its process has ended."""
+
+
+class BadFrame(Closed):
+    """What came is no frame, or too large for one; the connection is closed."""
+
+
+class Late(TimeoutError):
+    """Nothing came in time."""
+
+
+@dataclass(slots=True)
+class Frame:
+    """One message. `freed` are the registers that the receiver may drop before it looks at the payload."""
+
+    kind: int
+    epoch: int
+    number: int
+    payload: Buffer = b""
+    buffers: Sequence[Buffer] = ()
+    freed: Sequence[int] = ()
+
+
+class Connection:
+    """A socket that carries frames in both directions. One thread at a time may receive; any may send."""
+
+    def __init__(self, sock: socket.socket):
+        self.sock = sock
+        sock.setblocking(True)
+        self._unix = sock.family == socket.AF_UNIX
+        if not self._unix:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        seconds = struct.pack("ll", 0, int(_STALL * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+        self._writer = SegmentWriter() if self._unix and is_available() else None
+        self._reader = SegmentReader()
+        self._pending, self._fds = b"", array.array("i")
+        self._sending = threading.Lock()
+        self._closing = threading.Lock()
+
+    def fileno(self) -> int:
+        """The socket's number, -1 once it is closed."""
+        return self.sock.fileno()
+
+    def send(self, frame: Frame, stalled: Callable[[float], None] = lambda seconds: None) -> None:
+        """Send a frame. Raises Closed; where the peer does not read, `stalled` is called with the seconds so far.
+
+        A send that `stalled` ends leaves half a frame behind: the connection cannot be used any more.
+        """
+        with self._sending:
+            self._send(frame, stalled)
+
+    def _send(self, frame: Frame, stalled: Callable[[float], None]) -> None:
+        buffers, payload, fd, extras = frame.buffers, frame.payload, None, b""
+        if buffers:
+            extras, fd, buffers = self._extras(frame)
+        elif frame.freed or self._reader.released:
+            extras = _marshalled(frame.freed, self._reader.take_released(), (), ())
+        header = _HEADER.pack(_MAGIC, frame.kind, frame.epoch, frame.number, len(extras), len(payload))
+        try:
+            if not buffers and fd is None and len(payload) < _CHUNK:
+                data = header + extras + payload
+                sent = self.sock.send(data)
+                if sent == len(data):
+                    return
+                self._write_rest([data], sent, stalled)
+            else:
+                self._write([header + extras, payload, *buffers], fd, stalled)
+        except BlockingIOError:  # after SO_SNDTIMEO
+            self._write([header + extras, payload], None, stalled)
+        except OSError as error:
+            raise Closed(str(error)) from None
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def _extras(self, frame: Frame) -> tuple[bytes, int | None, Sequence[Buffer]]:
+        sizes, buffers = [len(buffer) for buffer in frame.buffers], frame.buffers
+        segment, fd = (), None
+        if self._writer is not None and sum(sizes) >= SHARED:
+            placed, fd = self._writer.put(buffers)
+            segment, buffers = (placed.number, placed.size, placed.dropped, fd is not None), ()
+        return _marshalled(frame.freed, self._reader.take_released(), sizes, segment), fd, buffers
+
+    def _write(self, parts: Sequence[Buffer], fd: int | None, stalled: Callable[[float], None]) -> None:
+        fds = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
+        sent = self._attempt(lambda: self.sock.sendmsg(parts, fds), stalled)
+        if sent < sum(map(len, parts)):
+            self._write_rest(parts, sent, stalled)
+
+    def _write_rest(self, parts: Sequence[Buffer], sent: int, stalled: Callable[[float], None]) -> None:
+        for part in parts:
+            view, sent = memoryview(part)[sent:], max(0, sent - len(part))
+            while view.nbytes:
+                view = view[self._attempt(lambda rest=view: self.sock.send(rest), stalled) :]
+
+    def _attempt(self, action: Callable[[], int], stalled: Callable[[float], None]) -> int:
+        start = time.monotonic()
+        while True:
+            try:
+                return action()
+            except BlockingIOError:  # after SO_SNDTIMEO
+                stalled(time.monotonic() - start)
+
+    def receive(self) -> Frame:
+        """The next frame. Raises Closed at the end of the connection, BadFrame for what is none."""
+        if not self._pending:
+            self._pending += self._read(self._more)
+        while len(self._pending) < _HEADER.size:
+            self._pending += self._read(self._more)
+        magic, kind, epoch, number, extras_size, size = _HEADER.unpack_from(self._pending)
+        if magic != _MAGIC or extras_size > MOST_EXTRAS or size > MOST_PAYLOAD:
+            self.close()
+            raise BadFrame(f"no frame: it begins with {bytes(self._pending[:16])!r}")
+        body = self._take(_HEADER.size + extras_size + size)
+        payload = body[_HEADER.size + extras_size :]
+        if not extras_size:
+            return Frame(kind, epoch, number, payload)
+        freed, released, sizes, segment = marshal.loads(body[_HEADER.size : _HEADER.size + extras_size])
+        if released and self._writer is not None:
+            self._writer.give_back(released)
+        return Frame(kind, epoch, number, payload, self._buffers(sizes, segment) if sizes else (), freed)
+
+    def _buffers(self, sizes: Sequence[int], segment: Sequence[Any]) -> list[Buffer]:
+        if sum(sizes) > MOST_BUFFERS:
+            self.close()
+            raise BadFrame(f"a frame has buffers of {sum(sizes)} bytes")
+        if segment:
+            number, size, dropped, is_new = segment
+            fd = self._fds.pop(0) if is_new else None
+            return self._reader.buffers(Placed(number, size, dropped), fd, sizes)
+        return [self._fill(bytes_of(torch.empty(size, dtype=torch.uint8))) for size in sizes]
+
+    def _fill(self, view: memoryview) -> memoryview:
+        """The view, filled with what comes next."""
+        have = min(len(self._pending), view.nbytes)
+        view[:have] = self._pending[:have]
+        self._pending = self._pending[have:]
+        while have < view.nbytes:
+            have += self._read(lambda rest=view[have:]: self.sock.recv_into(rest))
+        return view
+
+    def _take(self, size: int) -> bytes:
+        while len(self._pending) < size:
+            self._pending += self._read(lambda: self._more(size - len(self._pending)))
+        data, self._pending = self._pending[:size], self._pending[size:]
+        return data
+
+    def _read(self, action: Callable[[], Any]) -> Any:
+        try:
+            data = action()
+        except OSError as error:
+            raise Closed(str(error)) from None
+        if not data:
+            raise Closed("the peer has closed the connection")
+        return data
+
+    def _more(self, size: int = 0) -> bytes:
+        if not self._unix:
+            return self.sock.recv(max(_CHUNK, size))
+        data, ancillary, _, _ = self.sock.recvmsg(max(_CHUNK, size), _FDS)
+        for level, kind, found in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._fds.frombytes(found[: len(found) - len(found) % self._fds.itemsize])
+        return data
+
+    def is_ready(self) -> bool:
+        """Whether bytes of the next frame are here already."""
+        return len(self._pending) >= _HEADER.size
+
+    def close(self) -> None:
+        """Close the connection; the peer notices at once."""
+        with self._closing, contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+
+
+class Waiter:
+    """Waits for a frame, or until the file `wake` becomes readable."""
+
+    def __init__(self, connection: Connection, wake: int | None = None):
+        self._connection, self._poll = connection, select.poll()
+        self._poll.register(connection.sock, select.POLLIN)
+        if wake is not None:
+            self._poll.register(wake, select.POLLIN)
+
+    def wait(self, deadline: float) -> bool:
+        """Whether a frame has come; False where `wake` became readable first. Raises Late at the deadline."""
+        if self._connection.is_ready():
+            return True
+        found = self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        if not found:
+            raise Late
+        own = self._connection.fileno()
+        return found[0][0] == own or found[-1][0] == own
+
+
+def _marshalled(*extras: Any) -> bytes:
+    return marshal.dumps(extras)

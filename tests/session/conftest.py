@@ -1,0 +1,59 @@
+"""Sessions that are started once and used by all tests: threads, processes, and processes behind sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import meshfuse.session as di
+
+TOKEN = "a token of the tests"
+
+
+def start_socket_session() -> tuple[di.SocketSession, subprocess.Popen[bytes]]:
+    """Two hosts of two workers each, both on this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "meshfuse.session.remote", "127.0.0.1", str(port), "2"]
+    # A host has a Python path of its own.
+    path = os.pathsep.join([os.getcwd(), os.path.join(os.getcwd(), "tests")])
+    remote = subprocess.Popen(command, env={**os.environ, "MESHFUSE_TOKEN": TOKEN, "PYTHONPATH": path})
+    try:
+        return di.SocketSession(2, 2, 2, "127.0.0.1", port, token=TOKEN, timeout=30), remote
+    except BaseException:
+        remote.kill()
+        raise
+
+
+@pytest.fixture(scope="session")
+def threaded() -> Iterator[di.Session]:
+    """Four threads, in two groups."""
+    with di.ThreadedSession(4, 2, timeout=30) as session:
+        yield session
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[di.Session]:
+    """Four workers, in two groups; three are processes."""
+    with di.ProcessSession(4, 2, timeout=30) as session:
+        yield session
+
+
+@pytest.fixture(scope="session")
+def sockets() -> Iterator[di.Session]:
+    """Four workers on two hosts, each a group."""
+    session, remote = start_socket_session()
+    with session:
+        yield session
+    assert remote.wait(20) == 0
+
+
+@pytest.fixture(params=["threaded", "processes", "sockets"])
+def session(request: pytest.FixtureRequest) -> di.Session:
+    """Each kind of session, of four workers in two groups."""
+    return request.getfixturevalue(request.param)

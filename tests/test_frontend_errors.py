@@ -1,0 +1,131 @@
+"""What `mf.parallelize` and `mf.compile` say of wrong plans, wrong calls and models that are no graph."""
+
+# ruff: noqa: E501  # rows of tables
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import PrepareModuleInput
+
+import meshfuse as mf
+from frontend_models import Gpt
+
+MESH = mf.DeviceMesh((2, 2), ("dp", "tp"))
+OTHER = mf.DeviceMesh((2, 2), ("a", "b"))
+
+
+def parallel(plan: Any = None, mesh: Any = MESH, **more: Any) -> Any:
+    return mf.parallelize(Gpt(), mesh, plan, **more)
+
+
+PLANS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: parallel({"layers.*.upp": "colwise"}), r"'layers\.\*\.upp' matches nothing in Gpt: found near to it \['layers\.\*\.up'"),
+    (lambda: parallel({"layers.*.up": "colwize"}), r"'layers\.\*\.up'.*'colwize', near to it \['colwise'"),
+    (lambda: parallel({"layers.*.up": 3}), r"found 3, needed a spec"),
+    (lambda: parallel({"layers.*.up.weight": ["tp"]}), r"for layers\.0\.up\.weight of shape \[64, 16\]: found \['tp'\], needed a list of 2 entries"),
+    (lambda: parallel({"layers.*.up.weight": ["tq", None]}), r"unknown mesh axis: found 'tq'"),
+    (lambda: parallel({"layers.*.up.weight": ["tp", "tp"]}), r"mesh axis 'tp' is used twice"),
+    (lambda: parallel({"layers.1": ["tp", None]}), r"module layers\.1 without parameters of its own"),
+    (lambda: parallel({"layers.*.up:input": ["tp", None]}), r"needed a spec for \"module:output\""),
+    (lambda: parallel({"layers.*.up": PrepareModuleInput()}), r"found PrepareModuleInput.*Annotate the activation"),
+    (lambda: parallel({"layers.*.up": "colwise"}, OTHER), r"which axis is that of tensor parallelism: found a mesh with the axes \['a', 'b'\]"),
+    (lambda: parallel("hf"), r"plan=\"hf\" for Gpt: found no _tp_plan.*Pass a dict"),
+    (lambda: parallel("auto"), r"automatic plans are not there yet"),
+    (lambda: parallel("megatron"), r"plan: found 'megatron', needed \"hf\", or a dict"),
+    (lambda: parallel({3: "colwise"}), r"found 3, needed patterns of full names"),
+    (lambda: parallel(inputs={"idss": ["dp", None]}), r"inputs: no argument is called 'idss': found near to it \['ids'\]"),
+    (lambda: parallel(inputs={"ids": "dp"}), r"inputs\['ids'\]: found 'dp', needed a list"),
+    (lambda: parallel(inputs={"ids": ["dq", None]}), r"unknown mesh axis: found 'dq', needed one of \['dp', 'tp'\]"),
+    (lambda: parallel(inputs=["dp"]), r"inputs: found \['dp'\], needed a dict"),
+    (lambda: parallel(fsdp="dq"), r"fsdp: found 'dq', needed one or several of \['dp', 'tp'\]"),
+    (lambda: parallel(precision="bf16"), r"precision: found 'bf16', needed an mf\.Precision"),
+    (lambda: parallel(fallback="whole"), r"fallback: found 'whole'"),
+    (lambda: mf.Precision(param=torch.int8), r"Precision: param: found torch\.int8"),
+    (lambda: mf.parallelize(lambda x: x, MESH), r"module: found .*needed an nn\.Module"),
+    (lambda: mf.parallelize(parallel(), MESH), r"the module is parallel already"),
+    (lambda: mf.compile(3, MESH), r"function: found 3, needed a function"),
+    (lambda: mf.compile(lambda x: x), r"compile: the mesh: found none, needed one mesh"),
+    (lambda: parallel().bill(), r"the module has not run yet"),
+    (lambda: parallel().load(3), r"load: path: found 3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(PLANS)))
+def test_a_wrong_plan_says_what_is_needed(number: int) -> None:
+    call, wanted = PLANS[number]
+    with pytest.raises(mf.MeshfuseError, match=wanted) as raised:
+        call()
+    assert "test_frontend_errors.py" in str(raised.value)
+
+
+class Odd(nn.Module):
+    """Forwards that are no graph, or have ops that meshfuse lacks."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.weight = kind, nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.weight
+        if self.kind == "branch":
+            return y if y.sum() > 0 else -y  # a branch
+        if self.kind == "print":
+            print("y is", y)  # a print
+        if self.kind == "mask":
+            return y[y > 0].sum()  # a mask
+        if self.kind == "shape":
+            return y @ self.weight[:3]  # shapes
+        if self.kind == "op":
+            return torch.matrix_exp(y)  # an op
+        return y
+
+
+def run(kind: str, x: torch.Tensor | None = None, **more: Any) -> Any:
+    model = mf.parallelize(Odd(kind), MESH, {"weight": [None, "tp"]}, inputs={"x": ["dp", None]}, **more)
+    return model(torch.eye(4) if x is None else x)
+
+
+CALLS = [
+    ("branch", r"the forward of Odd is not one graph: return y if y\.sum\(\) > 0 else -y.*\[4, 4\] in all.*torch\.where"),
+    ("print", r"the forward of Odd is not one graph"),
+    ("mask", r"a size that depends on numbers"),
+    ("shape", r"the forward of Odd is not one graph.*arguments x \[4, 4\] here, \[4, 4\] in all"),
+    ("op", r"no op of meshfuse stands for aten\.linalg_matrix_exp.*float32\[4, 4\].*fallback=\"replicate\""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "wanted"), CALLS)
+def test_a_model_that_cannot_be_captured_names_the_users_line(kind: str, wanted: str) -> None:
+    with pytest.raises(mf.DefinitionError, match=wanted) as raised:
+        run(kind)
+    assert re.search(r"\(at test_frontend_errors\.py:\d+\)", str(raised.value))
+
+
+def test_an_op_without_a_rule_may_run_whole_on_every_rank() -> None:
+    model = mf.parallelize(Odd("op"), MESH, {"weight": [None, "tp"]}, inputs={"x": ["dp", None]}, fallback="replicate")
+    model.weight.data += torch.eye(4)
+    x = torch.eye(4) * 2 + torch.arange(16.0).view(4, 4) / 20
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), torch.matrix_exp(x @ model.weight))
+        assert "whole_linalg_matrix_exp" in model.explain("linalg_matrix_exp")
+
+
+def test_arguments_that_do_not_fit_their_spec() -> None:
+    with pytest.raises(
+        mf.ArgumentError, match=r"argument x: inputs has one entry per dim: found \['dp', None\] for shape \[4\]"
+    ):
+        run("plain", torch.ones(4))
+
+
+def test_an_explanation_of_what_is_not_there() -> None:
+    model = mf.parallelize(Odd("plain"), MESH, {"weight": [None, "tp"]})
+    with torch.no_grad():
+        model(torch.eye(4))
+    with pytest.raises(mf.DefinitionError, match="no tensor of this name: found 'weigth', needed such as"):
+        model.explain("weigth")
