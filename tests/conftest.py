@@ -87,6 +87,12 @@ def forms_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshfuse.propagation.ShardedDefinition.seconds", seconds)
 
 
+@pytest.fixture
+def over_whole_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops are written in all the forms that there are, and each form is planned over whole axes alone."""
+    monkeypatch.setattr("meshfuse.planner.effort.Effort.in_parts", lambda *_: False)
+
+
 # Tests that run one after another, in one process: those of real ranks, which share pools of ranks, and each of which
 # uses all cores, and those that share what takes long to make. All others go wherever there is room.
 _TOGETHER = {

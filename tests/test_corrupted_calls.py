@@ -24,7 +24,7 @@ class Number(enum.IntEnum):
 
 
 # What is checked are numbers, whatever the plan.
-pytestmark = pytest.mark.usefixtures("planned_once")
+pytestmark = pytest.mark.usefixtures("over_whole_axes")
 
 MESH = mf.DeviceMesh((2, 2), ("x", "y"))
 OTHER = mf.FusionDefinition().define_tensor([2, 3])

@@ -45,7 +45,7 @@ def test_the_loss_curve_is_that_of_one_rank(mesh: str, one_rank: list[float]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("planned_once")
+@pytest.mark.usefixtures("over_whole_axes")
 def test_the_loss_curve_on_two_axes_is_that_of_one_rank(one_rank: list[float]) -> None:
     found = train_mesh.run(_text(), STEPS, fused.parse_mesh("tp=2,sp=2"), TINY)
     assert found == pytest.approx(one_rank, abs=1e-5, rel=0)

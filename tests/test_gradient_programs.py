@@ -146,7 +146,7 @@ def test_gradients_of_a_program_are_those_of_autograd(name: str) -> None:
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.usefixtures("planned_once")
+@pytest.mark.usefixtures("over_whole_axes")
 def test_they_are_the_same_however_the_inputs_are_sharded(name: str, mesh: str) -> None:
     wanted, axes = _wanted(name), list(MESHES[mesh].names)
     for i, dim in ((i, d) for i, t in enumerate(PROGRAMS[name][2]) for d in range(t.ndim)):

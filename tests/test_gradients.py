@@ -19,7 +19,7 @@ from meshfuse.testing.calls import define_call
 from op_harness import argument, make_call, operands_of, sample_ids
 
 # What is checked are numbers, whatever the plan.
-pytestmark = pytest.mark.usefixtures("planned_once")
+pytestmark = pytest.mark.usefixtures("over_whole_axes")
 
 WIDE = {
     **dict.fromkeys((DataType.Float, DataType.Half, DataType.BFloat16), DataType.Double),

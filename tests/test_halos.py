@@ -77,7 +77,7 @@ PLACES = st.sampled_from([(ROWS, ["x", None]), (BOTH, ["x", "y"]), (BOTH, [("x",
 WIDTHS = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.integers(0, 3))
 
 
-@pytest.mark.usefixtures("written_in_any_case", "planned_once")
+@pytest.mark.usefixtures("written_in_any_case", "over_whole_axes")
 @settings(max_examples=28)
 @given(
     st.tuples(st.integers(1, 21), st.integers(1, 9)), PLACES, WIDTHS, st.sampled_from([0.0, 0.0, -1.5]),

@@ -17,7 +17,7 @@ from meshfuse.testing import inputs_for
 from meshfuse.testing.examples import Example, examples_of
 
 # What is checked are numbers, whatever the plan.
-pytestmark = pytest.mark.usefixtures("planned_once")
+pytestmark = pytest.mark.usefixtures("over_whole_axes")
 
 DOUBLE = mf.DataType.Double
 Case = tuple[Callable[..., Any], Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]

@@ -22,7 +22,7 @@ from meshfuse.testing.calls import define_call
 from op_harness import make_call, operands_of, sample_ids, whole
 
 # What is checked are numbers, whatever the plan.
-pytestmark = pytest.mark.usefixtures("planned_once")
+pytestmark = pytest.mark.usefixtures("over_whole_axes")
 
 RUNNABLE = [pair for pair in sample_ids() if pair[0] not in references.NVIDIA_ONLY]
 MESH = mf.DeviceMesh((3,), ("x",))

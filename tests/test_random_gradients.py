@@ -88,7 +88,7 @@ def _wanted(program: Program, inputs: Sequence[Any]) -> list[torch.Tensor]:
 
 @pytest.mark.fuzz
 @pytest.mark.timeout(600)
-@pytest.mark.usefixtures("planned_once")
+@pytest.mark.usefixtures("over_whole_axes")
 @pytest.mark.parametrize("family", PROGRAMS)
 def test_first_and_second_gradients_of_a_random_program_are_those_of_autograd(family: str) -> None:
     @settings(max_examples=examples(PROGRAMS[family]))

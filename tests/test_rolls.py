@@ -27,7 +27,7 @@ AMOUNTS = st.lists(st.tuples(st.integers(-9, 9), st.integers(0, 1)), min_size=1,
 PLACES = st.sampled_from([(ROWS, ["x", None]), (BOTH, ["x", "y"]), (BOTH, [("x", "y"), None]), (BOTH, ["x", None])])
 
 
-@pytest.mark.usefixtures("planned_once")
+@pytest.mark.usefixtures("over_whole_axes")
 @settings(max_examples=18)
 @given(st.tuples(st.integers(2, 17), st.integers(2, 9)), PLACES, AMOUNTS, st.integers(1, 2), st.booleans())
 def test_rolls_written_otherwise_are_the_same(shape, place, amounts, times, backward) -> None:

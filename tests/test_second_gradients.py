@@ -17,7 +17,7 @@ from op_harness import argument, make_call, operands_of
 from test_gradients import DIFFERENTIABLE, reference_of, wide_sample
 
 # What is checked are numbers, whatever the plan.
-pytestmark = pytest.mark.usefixtures("planned_once")
+pytestmark = pytest.mark.usefixtures("over_whole_axes")
 
 
 def _whole(call: Call, sample: Sample) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ import meshfuse as mf
 from meshfuse import DataType
 
 # What is checked are numbers, whatever the plan.
-pytestmark = pytest.mark.usefixtures("planned_once")
+pytestmark = pytest.mark.usefixtures("over_whole_axes")
 
 Z = torch.randn(6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.complex128)
 SPECS: list[list[Any]] = [[None, None], ["x", None], [None, "x"]]

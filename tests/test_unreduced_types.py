@@ -16,7 +16,7 @@ from meshfuse.placement.factors import passes
 from meshfuse.testing import assert_same_as_unsharded
 
 # What is checked are numbers, whatever the plan.
-pytestmark = pytest.mark.usefixtures("planned_once")
+pytestmark = pytest.mark.usefixtures("over_whole_axes")
 
 D = mf.DataType
 T = mf.TensorView

@@ -61,8 +61,8 @@ EARLIER = 2e-11
 
 def window_placements(
     call: Call, rule: Rule, sources: Iterable[Sharding], wanted: Sequence[Sharding]
-) -> Iterator[tuple[Placement, float]]:
-    """Placements in which a step of exact pieces does the op's work, with their seconds; none if it takes no window.
+) -> Iterator[Placement]:
+    """Placements in which a step of exact pieces does the op's work; none if it takes no window.
 
     sources: where the operand may be.
     wanted: where the result may be asked for, beside where the operand has most of it and in shared blocks.
@@ -70,14 +70,19 @@ def window_placements(
     window = window_of(call)
     if window is None:
         return
-    (ttype,), made = call.types[:1], call.results[0]
     for source in sources:
         if not source.partial and _cuts(window, source):
             for target in _window_targets(source, window, wanted):
                 step = window_step(source, target, window)
-                seconds = price(step, ttype.shape, ttype.dtype.itemsize).seconds
-                seconds += computation(target.max_local_numel(made.shape), target.mesh.flops)
-                yield Placement((WHOLE,) * len(rule.factors), (source,), (target,), step=step), seconds
+                yield Placement((WHOLE,) * len(rule.factors), (source,), (target,), step=step)
+
+
+def window_seconds(call: Call, placement: Placement) -> float:
+    """Seconds of a step that does an op's work: sending the pieces and writing the result."""
+    (ttype,), (result,), (target,) = call.types[:1], call.results, placement.results
+    assert placement.step is not None
+    sent = price(placement.step, ttype.shape, ttype.dtype.itemsize).seconds
+    return sent + computation(target.max_local_numel(result.shape), target.mesh.flops)
 
 
 def _cuts(window: Window | Reordering, src: Sharding) -> bool:

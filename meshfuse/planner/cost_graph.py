@@ -77,6 +77,10 @@ class Edge(Protocol):
         """What all pairs cost: [labels of the first side, labels of the second]."""
         ...
 
+    def between(self, sides: tuple[int, int]) -> Edge:
+        """The same between variables of other numbers."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Between:
@@ -95,6 +99,9 @@ class Between:
     def only(self, first: Numbers, second: Numbers) -> Between:
         (one, rows), (two, columns) = self.first.only(first), self.second.only(second)
         return Between(self.sides, self.costs[np.ix_(rows, columns)], one, two)
+
+    def between(self, sides: tuple[int, int]) -> Between:
+        return replace(self, sides=sides)
 
     def table(self) -> Costs:
         return self.costs[self.first.of][:, self.second.of]
@@ -116,6 +123,9 @@ class Same:
     def only(self, first: Numbers, second: Numbers) -> Same:
         one, two = Classes(self.first.of[first], self.first.count), Classes(self.second.of[second], self.second.count)
         return Same(self.sides, one, two, self.penalty)
+
+    def between(self, sides: tuple[int, int]) -> Same:
+        return replace(self, sides=sides)
 
     def table(self) -> Costs:
         return np.where(self.first.of[:, None] == self.second.of[None, :], 0.0, self.penalty)
@@ -148,9 +158,32 @@ class FromEither:
         costs = (self.costs[0][np.ix_(rows, columns)], self.costs[1][np.ix_(others, columns)])
         return FromEither(self.sides, costs, (one, other), two)
 
+    def between(self, sides: tuple[int, int]) -> FromEither:
+        return replace(self, sides=sides)
+
     def table(self) -> Costs:
         ways = [costs[source.of] for costs, source in zip(self.costs, self.sources, strict=True)]
         return np.minimum(*ways)[:, self.second.of]
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Costs of all pairs: [labels of the first side, labels of the second]."""
+
+    sides: tuple[int, int]
+    costs: Costs
+
+    def passed(self, values: Costs, back: bool) -> Costs:
+        return (self.costs + values).min(1) if back else (self.costs + values[:, None]).min(0)
+
+    def only(self, first: Numbers, second: Numbers) -> Dense:
+        return Dense(self.sides, self.costs[np.ix_(first, second)])
+
+    def between(self, sides: tuple[int, int]) -> Dense:
+        return replace(self, sides=sides)
+
+    def table(self) -> Costs:
+        return self.costs
 
 
 @dataclass(slots=True)

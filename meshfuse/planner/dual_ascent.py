@@ -14,6 +14,7 @@ import numpy as np
 
 from .cost_graph import CostGraph, Costs, Numbers
 from .elimination import Assignment, Order, eliminate, elimination_order
+from .reduction import reduced
 
 # Cells of the largest table that is made: 8 MB of float64. Whoever has less memory may lower it; a plan that is then
 # no longer proven says so.
@@ -49,7 +50,14 @@ def solve(graph: CostGraph, most_cells: int = MOST_CELLS, known: Assignment | No
     if order.cells <= most_cells:
         best = eliminate(graph, order)
         return Certified(best, best.value)
-    return _Ascent(graph, most_cells, known or Assignment((), np.inf)).run()
+    small = reduced(graph)
+    start = Assignment((), np.inf)
+    if known is not None:
+        labels = tuple([known.labels[v] for v in small.kept])
+        start = Assignment(labels, small.core.value(labels))
+    found = _Ascent(small.core, most_cells, start).run()
+    best = Assignment(small.whole(found.assignment.labels), found.assignment.value + small.constant)
+    return Certified(best, found.bound + small.constant)
 
 
 class _Ascent:

@@ -42,11 +42,15 @@ class Order:
 
 
 def elimination_order(sizes: Sequence[int], sides: Iterable[tuple[int, int]]) -> Order:
-    """Always the variable whose table is smallest, of equal ones the one with fewest neighbours, then the first."""
+    """Always the variable whose table is smallest, of equal ones the one with fewest neighbours, then the first.
+
+    A variable of one label is nobody's neighbour: what it costs with another's labels depends on these alone.
+    """
     near = [set[int]() for _ in sizes]
     for a, b in sides:
-        near[a].add(b)
-        near[b].add(a)
+        if sizes[a] > 1 and sizes[b] > 1:
+            near[a].add(b)
+            near[b].add(a)
     queue = [(*_table(sizes, near, v), v) for v in range(len(sizes))]
     heapq.heapify(queue)
     steps, cells, done = list[Step](), 1, [False] * len(sizes)
@@ -100,7 +104,8 @@ class _Buckets:
         for v, costs in enumerate(graph.costs):
             self.add((v,), costs)
         for edge in graph.edges:
-            self.add(edge.sides, edge.table())
+            scope = tuple([v for v in edge.sides if self.sizes[v] > 1]) or edge.sides[:1]
+            self.add(scope, edge.table().reshape([self.sizes[v] for v in scope]))
 
     def add(self, scope: tuple[int, ...], table: Costs) -> None:
         self.held.setdefault(min(scope, key=self.place.__getitem__), []).append((scope, table))

@@ -12,7 +12,7 @@ from ..mesh import DeviceMesh
 from ..ops.opdef import Call, Partial
 from ..ops.rules import FactorKind, Rule
 from ..placement.factors import NO_CARRY, Carry, Layouts, Placement, passes, placed, representable
-from ..placement.options import EARLIER, work
+from ..placement.options import EARLIER, window_seconds, work
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
 from ..sharding.value import canonical_partial
@@ -22,10 +22,14 @@ _CARRIED = -1
 
 
 class Spot(NamedTuple):
-    """How a label was made: the layouts it starts from, and by atom the factor that it is on, None, or carried."""
+    """How a label was made: the layouts it starts from, and by atom the factor that it is on, None, or carried.
+
+    `order` is that of the atoms on one factor, major to minor, by their numbers.
+    """
 
     start: Layouts
     at: tuple[int | None, ...]
+    order: tuple[int, ...]
 
 
 class Label(NamedTuple):
@@ -89,9 +93,10 @@ def _enumerated(
     for at in _spots(atoms, start, [None, *free, *([_CARRIED] if carried else [])], near):
         terms = canonical_partial([axis for axis, place in zip(atoms, at, strict=True) if place == _CARRIED])
         carries = [Carry(terms, reduce, operands) for operands, reduce in carried] if terms else [NO_CARRY]
-        for layouts in _layouts(rule, start, atoms, at):
-            found = (placed(call, rule, mesh, layouts, carry) for carry in carries)
-            yield from (Label(placement, Spot(start, at)) for placement in found if placement is not None)
+        for order in _orders(atoms, at, near):
+            for layouts in _layouts(rule, start, atoms, at, order):
+                found = (placed(call, rule, mesh, layouts, carry) for carry in carries)
+                yield from (Label(placement, Spot(start, at, order)) for placement in found if placement is not None)
 
 
 def _spots(
@@ -105,14 +110,39 @@ def _spots(
     return itertools.product(*ways)
 
 
-def _layouts(rule: Rule, start: Layouts, axes: Sequence[Split], at: Sequence[int | None]) -> Iterator[Layouts]:
+def _orders(atoms: Atoms, at: Sequence[int | None], near: Near | None) -> Iterator[tuple[int, ...]]:
+    """The orders of axes, whose parts stay together, that differ on some factor; those near a label differ in atoms.
+
+    Of orders that are the same on all factors the first.
+    """
+    seen = set[tuple[tuple[int, ...], ...]]()
+    factors = sorted({place for place in at if place is not None and place != _CARRIED})
+    names = dict.fromkeys(atom.axis for atom in atoms)
+    for axes in itertools.permutations(names):
+        order = tuple([n for axis in axes for n, atom in enumerate(atoms) if atom.axis == axis])
+        on = tuple([tuple([n for n in order if at[n] == factor]) for factor in factors])
+        if on not in seen and (near is None or _keeps(order, at, near)):
+            seen.add(on)
+            yield order
+
+
+def _keeps(order: Sequence[int], at: Sequence[int | None], near: Near) -> bool:
+    """Whether atoms that are not free have the order that they had."""
+    fixed = [[n for n in each if n not in near.free] for each in (order, near.spot.order)]
+    return all([n for n in fixed[0] if at[n] == place] == [n for n in fixed[1] if at[n] == place] for place in set(at))
+
+
+def _layouts(
+    rule: Rule, start: Layouts, axes: Sequence[Split], at: Sequence[int | None], order: Sequence[int]
+) -> Iterator[Layouts]:
     """The factors' layouts; none where an axis cuts a factor unevenly, or where no merged dim can show them.
 
     Of an axis in parts the minor ones alone may lie in blocks, or as gathering the major ones leaves them: in strides.
     """
     for strides in (False, True) if _has_gaps(axes, at) else (False,):
         out = list(start)
-        for n, (axis, place) in enumerate(zip(axes, at, strict=True)):
+        for n in order:
+            axis, place = axes[n], at[n]
             if place is not None and place != _CARRIED:
                 gap = _gap(axes, at, n) if strides else 1
                 added = (Split(gap), axis) if gap > 1 else (axis,)
@@ -157,6 +187,11 @@ def carried_operands(call: Call, rule: Rule) -> tuple[tuple[tuple[int, ...], str
 
 
 def own_seconds(call: Call, placement: Placement) -> float:
-    """Seconds of one rank's computation, with what terms that may overflow are worth (`EARLIER`)."""
+    """Seconds of one rank's computation, with what terms that may overflow are worth (`EARLIER`).
+
+    Of a window, whose step does the op's work, the step's.
+    """
+    if placement.step is not None:
+        return window_seconds(call, placement)
     risk = EARLIER if placement.carry.axes and call.op.partial.scales else 0.0
     return computation(work(call, placement), placement.results[0].mesh.flops) + risk

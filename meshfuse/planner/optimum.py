@@ -59,7 +59,7 @@ def optimum(graph: Graph, default_mesh: DeviceMesh, parts: bool = False) -> Opti
     if parts and any(len(atoms_of(mesh)) > len(program.atoms_of(mesh)) for mesh in meshes):
         if _count(graph, max(len(atoms_of(mesh)) for mesh in meshes)) <= _MOST_LABELS:
             labels = [_in_atoms(program.atoms_of, atoms_of, label) for label in program.chosen(found.assignment.labels)]
-            program = Program(graph, meshes, program.prices.over(parts_of_axes), atoms_of)
+            program = Program(graph, meshes, program.prices.over(parts_of_axes), atoms_of, labels)
             found = _solved(program, labels)
         else:
             program, found = _in_parts(program, atoms_of, found)
@@ -123,9 +123,11 @@ def _in_atoms(axes_of: AtomsOf, atoms_of: AtomsOf, label: Label) -> Label:
     """A label over whole axes with its axes' parts."""
     if label.spot is None:
         return label
-    mesh = label.placement.results[0].mesh
-    on = {axis.axis: at for axis, at in zip(axes_of(mesh), label.spot.at, strict=True)}
-    return label._replace(spot=Spot(label.spot.start, tuple([on[atom.axis] for atom in atoms_of(mesh)])))
+    mesh, spot = label.placement.results[0].mesh, label.spot
+    axes, atoms = axes_of(mesh), atoms_of(mesh)
+    on = {axis.axis: at for axis, at in zip(axes, spot.at, strict=True)}
+    order = [n for axis in spot.order for n, atom in enumerate(atoms) if atom.axis == axes[axis].axis]
+    return label._replace(spot=Spot(spot.start, tuple([on[atom.axis] for atom in atoms]), tuple(order)))
 
 
 def _decoded(program: Program, found: Assignment, gap: float | None) -> Optimum:

@@ -91,8 +91,8 @@ class Program:
     An input without an annotation is whole on all ranks of all meshes.
 
     atoms_of: the axes of a mesh that ops may be on, or parts of axes.
-    around: a label of every op; only labels that differ from it in where the `free` atoms are (their numbers) are
-        then considered.
+    around: a label of every op, which it has in any case.
+    free: numbers of atoms; only labels that differ from `around` in where these are then considered. None: all.
     """
 
     graph: Graph
@@ -100,7 +100,7 @@ class Program:
     prices: Prices
     atoms_of: AtomsOf
     around: Sequence[Label] = ()
-    free: frozenset[int] = frozenset()
+    free: frozenset[int] | None = None
     labels: list[Labels] = field(default_factory=list)
     costs: CostGraph = field(default_factory=CostGraph)
     inputs: dict[int, Shardings] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class Program:
         return out
 
     def _meshes_of(self, node: Node) -> Sequence[DeviceMesh]:
-        if self.around:
+        if self.free is not None:
             return (self.around[node.id].placement.results[0].mesh,)
         notes = [self.graph.annotations[i] for i in node.outputs if i in self.graph.annotations]
         return [note.mesh for note in notes[:1]] or self.meshes
@@ -161,22 +161,22 @@ class Program:
         call, rule = node.call, node.rule
         special.follow(node)
         reductions, atoms, near = self.graph.reductions.get(node.id, ()), self.atoms_of(mesh), None
-        if self.around:
+        if self.around and self.around[node.id].placement.results[0].mesh == mesh:
             here = self.around[node.id]
-            near = Near(here.spot or Spot((WHOLE,) * len(rule.factors), (None,) * len(atoms)), self.free)
-            if here.spot is not None:
-                yield here, own_seconds(call, here.placement)
+            yield here, own_seconds(call, here.placement)
+            if self.free is not None:
+                near = Near(here.spot or Spot((WHOLE,) * len(rule.factors), (None,) * len(atoms), (*range(len(atoms)),)), self.free)
         for label in axis_labels(
             call, rule, mesh, atoms, special.of_op(node) if near is None else (), reductions, near
         ):
             yield label, own_seconds(call, label.placement)
         if call.op.window is not None:
-            for placement, seconds in self._windows(node, mesh, special, made):
-                yield Label(placement, None), seconds
+            for placement in self._windows(node, mesh, special, made):
+                yield Label(placement, None), own_seconds(call, placement)
 
     def _windows(
         self, node: Node, mesh: DeviceMesh, special: SpecialLayouts, made: Mapping[int, dict[Sharding, None]]
-    ) -> list[tuple[Placement, float]]:
+    ) -> list[Placement]:
         (result,) = node.outputs
         asked = [Sharding(mesh, dims) for dims in special.of_tensor(result)]
         asked += [note for note in (self.graph.annotations.get(result),) if note is not None and note.mesh == mesh]
@@ -185,7 +185,7 @@ class Program:
         sources = [s for s in made[node.inputs[0]] if s.mesh == mesh]
         wanted = [(s, [*asked, *_beside(node.call, s)]) for s in sources]
         windows = [found for s, ends in wanted for found in window_placements(node.call, node.rule, [s], ends)]
-        for placement, _ in windows:
+        for placement in windows:
             special.add(result, placement.results[0].dims)
         return windows
 

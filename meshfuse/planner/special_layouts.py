@@ -1,13 +1,13 @@
-"""Layouts that annotations ask for and that no axis on a factor gives: axes inside a dim's blocks, uneven ones.
+"""Layouts that no axis on a factor gives: axes inside a dim's blocks, and uneven ones.
 
 The shards of a fused weight are strided: rank r has part r of each of its matrices. Seven rows over four ranks are cut
-unevenly. A dim over two axes may have the mesh's second axis as its major one. Such layouts are followed through the
-ops' rules, forward and back; each is then a start for the labels of all the ops that it reaches.
+unevenly. Of a dim over two axes of which the major one is gathered, the other lies in strides. Such layouts are followed through the ops' rules, forward and back; each is then a start for the
+labels of all the ops that it reaches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..graph import Graph, Node
@@ -15,7 +15,7 @@ from ..mesh import DeviceMesh
 from ..ops.rules import DimFactors
 from ..placement.factors import Layouts, layouts_of, representable, tensor_layouts
 from ..sharding import layout as lay
-from ..sharding.layout import WHOLE, Layout
+from ..sharding.layout import WHOLE, Layout, Split
 
 Dims = tuple[Layout, ...]
 # Layouts of one tensor on one mesh that are followed; most have one or two.
@@ -23,9 +23,9 @@ _MOST = 8
 
 
 def is_special(mesh: DeviceMesh, layout: Layout, n: int) -> bool:
-    """Whether axes lie inside a dim's blocks, cut its size n unevenly, or are in another order than the mesh's."""
-    order = [(mesh.names.index(split.axis), split.pre) for split in layout if split.bound]
-    return len(order) < len(layout) or order != sorted(order) or not lay.is_even(layout, n)
+    """Whether axes lie inside a dim's blocks, are there in part, or cut its size n unevenly."""
+    sizes = dict(zip(mesh.names, mesh.shape, strict=True))
+    return any(split.size != sizes.get(split.axis or "") for split in layout) or not lay.is_even(layout, n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,12 @@ class SpecialLayouts:
 
     @classmethod
     def of(cls, graph: Graph, mesh: DeviceMesh) -> SpecialLayouts:
-        """Those that the annotations of a graph ask for, and what follows from them."""
+        """Those that the annotations of a graph ask for, or leave when an axis is gathered, and what follows."""
         found = cls(graph, mesh)
         for tensor, sharding in graph.annotations.items():
             if sharding.mesh == mesh:
-                found.add(tensor, sharding.dims)
+                for dims in (sharding.dims, *_gathered(sharding.dims, graph.shape(tensor))):
+                    found.add(tensor, dims)
         for node in (*graph.nodes, *reversed(graph.nodes), *graph.nodes):
             found.follow(node)
         return found
@@ -78,6 +79,15 @@ class SpecialLayouts:
         for tensor, factors, shape in _tensors(node):
             for dims in self.dims.get(tensor, ()):
                 yield representable(node.rule, layouts_of(node.rule, factors, shape, dims))
+
+
+def _gathered(dims: Dims, shape: Sequence[int]) -> Iterator[Dims]:
+    """What gathering one of a dim's axes leaves of it: the more minor ones in strides."""
+    for d, (layout, n) in enumerate(zip(dims, shape, strict=True)):
+        for at, split in enumerate(layout):
+            if split.bound and len(lay.axes(layout)) > 1:
+                left = (*layout[:at], Split(split.size), *layout[at + 1 :])
+                yield tuple([lay.canonical(left, n) if e == d else other for e, other in enumerate(dims)])
 
 
 def _tensors(node: Node) -> list[tuple[int, DimFactors, tuple[int, ...]]]:
