@@ -100,8 +100,8 @@ def _written_out(layers: Folded, short: ShardedDefinition) -> ShardedDefinition:
     return found
 
 
-# Parts of the modelled time that do not tell plans apart.
-_SAME = 1e-6
+# The part of a step that another way to write it must save: less is not worth a program that is not as it was written.
+_SAME = 1e-5
 
 
 def cheaper(found: ShardedDefinition, other: ShardedDefinition) -> ShardedDefinition:

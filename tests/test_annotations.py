@@ -156,8 +156,8 @@ READERS: dict[str, Callable[[mf.FusionDefinition, mf.TensorView], mf.TensorView]
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_what_an_annotation_asks_for_is_not_made_for_nobody(reader: str) -> None:
-    """The one reader of `kept` is as well off with where its operand was: nothing moves, unless `kept` is an output."""
+def test_a_reader_takes_what_is_annotated_from_there(reader: str) -> None:
+    """It would be as well off with where its operand was, but an annotation binds: the tensor is moved there and back."""
     mesh = mf.DeviceMesh((4,), ("tp",))
     for output in (False, True):
         with mf.FusionDefinition() as fd:
@@ -170,7 +170,7 @@ def test_what_an_annotation_asks_for_is_not_made_for_nobody(reader: str) -> None
             for made in (y, kept) if output else (y,):
                 fd.add_output(made)
         assert_same_as_unsharded(fd, inputs_for(fd))
-        assert fd.bill().total == (8 * 12 * 8 / 4 * 3 / 4 if output else 0)
+        assert fd.bill().total == 2 * 8 * 12 * 8 / 4 * 3 / 4
 
 
 def test_a_real_torch_mesh_and_dtensors(torch_mesh: Any) -> None:

@@ -48,23 +48,22 @@ def test_a_result_follows_its_operands_back_to_the_annotations() -> None:
     assert f"dp on dim 0: follows x (t0) through t3, annotated at {where}" in unlabelled
     assert any(line.startswith("tp on dim 1: follows w1 (t1)") and f"{HERE}:{w_line}" in line for line in found)
     assert any(line.startswith("relu is computed following") and "us modelled" in line for line in found)
-    assert any(line.startswith("the alternative, whole on every rank: ") and "times)" in line for line in found)
+    assert any(line.startswith("the alternative, as h (t4) is wanted: ") and "times)" in line for line in found)
     assert found[-1] == "none: every reader takes it as it is"
 
 
 def test_an_unreduced_sum_and_its_collective() -> None:
     made = Mlp()
     found = lines(made.fd.explain(made.y))
-    assert "partial(sum: tp)" in found[0]
+    assert "sharded [(dp, tp), -]" in found[0]
     assert any(
         line.startswith("unreduced over tp: a dim summed over is split in w2 (t2), annotated at") for line in found
     )
-    wire = 2 * 3 / 4 * (8 // 2) * 64 * 4
+    wire = 3 / 4 * (8 // 2) * 64 * 4
     where = line_of("self.y = y = fd.ops.linear(h, w2)")
-    (reduction,) = (line for line in found if line.startswith("all-reduce over tp"))
-    assert (
-        f"all-reduce over tp, {wire:,.0f} bytes per rank, 0.0307 us: [dp, -] partial(sum: tp) -> [dp, -]" in reduction
-    )
+    (reduction,) = (line for line in found if line.startswith("reduce-scatter over tp"))
+    moves = "[dp, -] partial(sum: tp) -> [(dp, tp), -]"
+    assert f"reduce-scatter over tp, {wire:,.0f} bytes per rank, 0.0154 us: {moves}" in reduction
     assert f"asked for by output at {HERE}:{where}" in reduction
 
 

@@ -79,7 +79,7 @@ def put_together(spans: list[tuple[int, str]], place: tuple[mf.DeviceMesh, list[
 def test_choices_are_what_is_put_together(spans, place, dtype, fill) -> None:
     """Whatever it costs: one row and several, whole and split, ends and the middle, rows that stand elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_place, "better", lambda found, other: other)
+        patch.setattr(in_place, "cheaper", lambda found, other: other)
         patch.setattr(in_place, "reshards_along", lambda found, dims: True)
         fd = put_together(spans, place, dtype, fill)
         tensors = inputs_for(fd)

@@ -27,6 +27,9 @@ _FEW = 12
 TOLERANCE = 1e-9
 
 
+NONE = Assignment((), np.inf)
+
+
 @dataclass(frozen=True, slots=True)
 class Certified:
     """An assignment, and what no assignment costs less than."""
@@ -46,18 +49,18 @@ def solve(graph: CostGraph, most_cells: int = MOST_CELLS, known: Assignment | No
 
     known: a good assignment: labels that are in no better one are dropped sooner.
     """
-    order = elimination_order(graph.sizes(), graph.sides())
-    if order.cells <= most_cells:
-        best = eliminate(graph, order)
-        return Certified(best, best.value)
     small = reduced(graph)
-    start = Assignment((), np.inf)
-    if known is not None:
-        labels = tuple([known.labels[v] for v in small.kept])
-        start = Assignment(labels, small.core.value(labels))
-    found = _Ascent(small.core, most_cells, start).run()
+    found = _solved(small.core, most_cells, None if known is None else [known.labels[v] for v in small.kept])
     best = Assignment(small.whole(found.assignment.labels), found.assignment.value + small.constant)
     return Certified(best, found.bound + small.constant)
+
+
+def _solved(core: CostGraph, most_cells: int, known: Sequence[int] | None) -> Certified:
+    order = elimination_order(core.sizes(), core.sides())
+    if order.cells <= most_cells:
+        best = eliminate(core, order)
+        return Certified(best, best.value)
+    return _Ascent(core, most_cells, Assignment(tuple(known), core.value(known)) if known else NONE).run()
 
 
 class _Ascent:
