@@ -1,8 +1,8 @@
 """The best plan of a small program by trying every placement of every op, to hold planning to.
 
 A placement puts each axis of the mesh, whole, on one of the op's factors or on none; sums may stay unreduced as long as
-ops carry them. What a plan costs is what planning weighs (`plans.plan_cost`): moves count for a third more than
-computation. Parts of plans that cost more than the best one so far are not gone on with.
+ops carry them, and one that nobody places is left scattered over a dim or reduced. A plan costs the seconds of its moves
+and of its computation. Parts of plans that cost more than the best one so far are not gone on with.
 """
 
 from __future__ import annotations
@@ -18,17 +18,10 @@ from meshfuse.mesh import DeviceMesh
 from meshfuse.ops.rules import FactorKind, Rule
 from meshfuse.placement.factors import NO_CARRY, Carry, Layouts, Placement, carries, placed
 from meshfuse.placement.options import cheapest
-from meshfuse.plans.plan_cost import WORTH, PlanCost
 from meshfuse.sharding.layout import WHOLE, Layout, Split, canonical, extent
 from meshfuse.sharding.value import Sharding
 
 Homes = Mapping[int, tuple[Sharding, ...]]
-MOVES = 1 / WORTH
-
-
-def weighed(spent: PlanCost) -> float:
-    """What planning makes least."""
-    return MOVES * spent.moving + spent.computing
 
 
 def _layouts(rule: Rule, axes: Sequence[Split]) -> Iterator[Layouts]:
@@ -49,36 +42,35 @@ def _layouts(rule: Rule, axes: Sequence[Split]) -> Iterator[Layouts]:
 
 @dataclass(slots=True)
 class Exhaustive:
-    """The search; `limit` is what a plan must cost less than. `best` is the moves' time of the best one, if any."""
+    """The search; `limit` is what a plan must cost less than, and in the end what the best one costs."""
 
     graph: Graph
     mesh: DeviceMesh
     limit: float
-    best: float | None = None
     _seen: dict[object, float] = field(default_factory=dict)
     _placements: dict[tuple[int, Carry], list[Placement]] = field(default_factory=dict)
 
-    def run(self) -> float | None:
+    def run(self) -> float:
+        """What the best plan costs; the limit if none costs less."""
         graph = self.graph
         shardings = {i: (graph.annotations.get(i) or Sharding.replicated(self.mesh, len(graph.shape(i))),)
                  for i in graph.input_tensors}  # fmt: skip
         self._go_on(0, 0.0, 0.0, shardings)
-        return self.best
+        return self.limit
 
     def _go_on(self, at: int, moving: float, computing: float, shardings: Homes) -> None:
         if at == len(self.graph.nodes):
             moving += sum([self._to_the_end(i, shardings[i]) for i in self.graph.outputs])
-            if MOVES * moving + computing < self.limit:
-                self.limit, self.best = MOVES * moving + computing, moving
+            self.limit = min(self.limit, moving + computing)
             return
-        cost, state = MOVES * moving + computing, (at, frozenset(shardings.items()))
+        cost, state = moving + computing, (at, frozenset(shardings.items()))
         if self._seen.get(state, math.inf) <= cost:
             return
         self._seen[state] = cost
         for more, work, then in sorted(
-            self._ways(self.graph.nodes[at], shardings), key=lambda way: MOVES * way[0] + way[1]
+            self._ways(self.graph.nodes[at], shardings), key=lambda way: way[0] + way[1]
         ):
-            if cost + MOVES * more + work >= self.limit:
+            if cost + more + work >= self.limit:
                 return
             self._go_on(at + 1, moving + more, computing + work, self._read_later(at, then))
 
@@ -111,9 +103,19 @@ class Exhaustive:
         return cheapest(here, need, kind.shape, kind.dtype.itemsize)
 
     def _to_the_end(self, tensor: int, here: tuple[Sharding, ...]) -> float:
-        said = self.graph.annotations.get(tensor)
-        return min([self._cheapest(tensor, here, end) for end in ([said] if said else [s.reduced() for s in here])])
+        note = self.graph.annotations.get(tensor)
+        ends = [note] if note else [end for s in here for end in _ends(s, self.graph.shape(tensor))]
+        return min([self._cheapest(tensor, here, end) for end in ends])
 
     def _read_later(self, at: int, shardings: Homes) -> Homes:
         later = {i for node in self.graph.nodes[at + 1 :] for i in node.inputs}.union(self.graph.outputs)
         return {i: here for i, here in shardings.items() if i in later}
+
+
+def _ends(made: Sharding, shape: Sequence[int]) -> Iterator[Sharding]:
+    """Where an output that nobody places may be left."""
+    yield made.reduced()
+    for d, n in enumerate(shape if made.partial else ()):
+        layout = (*made.dims[d], *made.partial)
+        if not n % extent(layout):
+            yield made.reduced().with_dims([canonical(layout, n) if e == d else o for e, o in enumerate(made.dims)])

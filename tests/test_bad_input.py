@@ -353,7 +353,7 @@ def test_shapes_to_compile_for(shapes: Any) -> None:
     fd = mf.FusionDefinition()
     fd.add_output(fd.ops.relu(fd.define_tensor([-1, 4])))
     raises("compile", lambda: fd.bill(*shapes))
-    assert str(fd.bill([3, 4])) == "no communication"
+    assert not fd.bill([3, 4]).entries
 
 
 def test_scalars_to_compile_for() -> None:

@@ -109,7 +109,8 @@ class _Ascent:
                 high = middle
         if order is None:
             return 0.0
-        kept = [np.flatnonzero(slack <= max(levels[low - 1], slack.min())) for slack in slacks]
+        within = [np.flatnonzero(slack <= levels[low - 1]) for slack in slacks]
+        kept = [labels if len(labels) else slack.argmin()[None] for labels, slack in zip(within, slacks, strict=True)]
         self._eliminate(kept, order)
         return float(levels[low]) if low < len(levels) else np.inf
 

@@ -30,6 +30,8 @@ from .cost_graph import Costs
 _Forms = Callable[[int], tuple[Form, ...]]
 # Where an axis may be: on a dim (its number), on none, or holding terms of a reduction.
 _NOWHERE, _PARTIAL = -1, -2
+# Blocks beyond this count are not told apart: there are more of them than elements.
+_MOST_ABOVE = 1 << 40
 # Pairs of one table whose cheapest paths are searched because closed forms are rough for them.
 _MOST_EXACT = 256
 
@@ -53,8 +55,8 @@ def _places(sharding: Sharding, atoms: Atoms) -> tuple[tuple[int, int], ...] | N
             for atom in _cut(split, atoms) if split.bound else ():
                 if atom is None:
                     return None
-                at[atom] = (dim, above * (atom.pre // split.pre))
-            above *= split.size or 1
+                at[atom] = (dim, min(above * (atom.pre // split.pre), _MOST_ABOVE))
+            above = min(above * (split.size or 1), _MOST_ABOVE)
     for split in sharding.partial:
         for atom in _cut(split, atoms):
             if atom is None:
