@@ -79,11 +79,16 @@ def line_in_script(frame: FrameType, beside: Container[str] = ()) -> SourceLine:
     last, here = frame, frame
     while here is not None:
         name = here.f_code.co_filename
-        is_ours = name.startswith((_PACKAGE, _GENERATED)) or name == _CACHES
+        is_ours = name.startswith((_PACKAGE, _GENERATED)) or name == _CACHES or _is_made_for_a_dataclass(here)
         if not is_ours and not (beside and _package_of(here) in beside):
             return _line_of(here)
         last, here = here, here.f_back
     return _line_of(last)
+
+
+def _is_made_for_a_dataclass(frame: FrameType) -> bool:
+    """Whether this is the `__init__` that the standard library writes for one of meshfuse's classes."""
+    return frame.f_code.co_filename == "<string>" and _package_of(frame) == __package__
 
 
 def _package_of(frame: FrameType) -> str:

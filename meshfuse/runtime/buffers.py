@@ -49,7 +49,8 @@ class Plain:
 
     def full(self, shape: Shape, value: Any, dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor of one number."""
-        return self.empty(shape, dtype).fill_(value)
+        # torch takes no int beyond 64 bits, which a float may be near to.
+        return self.empty(shape, dtype).fill_(float(value) if dtype.is_floating_point else value)
 
     def clone(self, x: torch.Tensor) -> torch.Tensor:
         """A contiguous copy."""
