@@ -220,15 +220,28 @@ class FusionDefinition:
 
     # annotate
 
-    def mesh_split(self, tensor: TensorView, mesh: DeviceMesh, spec: Sequence[Any]) -> None:
+    def mesh_split(
+        self, tensor: TensorView, mesh: DeviceMesh, spec: Sequence[Any], stationary: bool | str | Sequence[str] = False
+    ) -> None:
         """Annotate how a tensor splits over a mesh (GSPMD's mesh_split).
 
         `spec` has one entry per dim: None (or -1), a mesh axis by name or number, a list of axes from major
-        to minor, or a list of `Split(size, axis)` for any factorisation. Raises DefinitionError for unknown
+        to minor, or a list of `Split(size, axis)` for any factorisation. No collective moves the tensor along the
+        axes in `stationary` (True: all): ops come to it. Raises DefinitionError for unknown
         or repeated axes, a wrong number of entries, or an annotation that contradicts an earlier one.
         """
         line = self.recording.line_of_change()
-        annotating.mesh_split(self.recording, own(self, tensor, "mesh_split", line).id, mesh, spec, line)
+        annotating.mesh_split(self.recording, own(self, tensor, "mesh_split", line).id, mesh, spec, line, stationary)
+
+    def stationary(self, *tensors: TensorView, along: bool | str | Sequence[str] = True) -> None:
+        """Let no collective move these annotated tensors along axes of their mesh (True: all): ops come to them.
+
+        So Megatron's tensor parallelism keeps its weights; a weight that is stationary along `tp` only may be gathered
+        along `dp`, as FSDP does. Raises DefinitionError for a tensor without an annotation, and for unknown axes.
+        """
+        line = self.recording.line_of_change()
+        for tensor in tensors:
+            annotating.keep_stationary(self.recording, own(self, tensor, "stationary", line).id, along, line)
 
     def shard(self, tensor: TensorView, sharding: Any, mesh: Any = None) -> None:
         """Annotate with a `Sharding`, or with DTensor placements and their (torch or meshfuse) device mesh.

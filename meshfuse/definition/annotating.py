@@ -26,10 +26,35 @@ from .recording import Overlap, Recording, TensorDef
 _MOST_CHUNKS = 4096
 
 
-def mesh_split(recording: Recording, tensor: int, mesh: Any, spec: Any, line: SourceLine) -> None:
+def mesh_split(
+    recording: Recording, tensor: int, mesh: Any, spec: Any, line: SourceLine, stationary: Any = False
+) -> None:
     """Annotate a tensor by a list of entries, one per dim."""
     made, mesh = recording.tensors[tensor], checked_mesh(mesh, line)
     annotate(recording, tensor, mesh, layouts_of_spec(made.label, mesh, spec, made.type.ndim, line), line)
+    if stationary is not False:
+        keep_stationary(recording, tensor, stationary, line)
+
+
+def keep_stationary(recording: Recording, tensor: int, along: Any, line: SourceLine) -> None:
+    """Let no collective move a tensor along axes of its mesh; True stands for all of them.
+
+    Raises DefinitionError for a tensor without an annotation, and for what is no axis of its mesh.
+    """
+    found, label = recording.own_annotations.get(tensor), recording.tensors[tensor].label
+    if found is None or found.mesh is None:
+        raise user_error(
+            f"stationary: {label}", "a tensor without an annotation", "one that is annotated",
+            "Say where it lies first, by fd.mesh_split.", line,
+        )  # fmt: skip
+    names = found.mesh.names
+    axes = names if along is True else (along,) if isinstance(along, str) else along
+    if not isinstance(axes, (list, tuple)) or not all(axis in names for axis in axes):
+        raise user_error(
+            f"stationary: {label}", shown(along), f"True, or axes of its mesh: {', '.join(map(repr, names))}",
+            "Name the axes along which it must stay.", line,
+        )  # fmt: skip
+    found.stationary = tuple([name for name in names if name in axes or name in found.stationary])
 
 
 def shard(recording: Recording, tensor: int, sharding: Any, mesh: Any, line: SourceLine) -> None:

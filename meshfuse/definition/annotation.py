@@ -25,6 +25,7 @@ class Annotation:
 
     `stated`: it comes from a mesh_split or a sharding. A mesh alone leaves the splits open.
     `implied`: the reason, in words, where the user has not annotated the tensor.
+    `stationary`: the mesh axes along which no collective may move the tensor.
     """
 
     line: SourceLine
@@ -35,6 +36,7 @@ class Annotation:
     memory: str | None = None
     stated: bool = False
     implied: str = ""
+    stationary: tuple[str, ...] = ()
 
     def sharding(self, name: str, shape: Sequence[int]) -> Sharding:
         """The sharding of a tensor of this shape.

@@ -78,6 +78,7 @@ def specialize(
     return Graph(
         tensors, nodes, tuple(recording.inputs), tuple(recording.outputs), annotations,
         _reductions(on_meshes, producer), lines, recording.scalars, streams, implied=implied,
+        stationary={i: on_meshes[i].stationary for i in annotations if on_meshes[i].stationary},
     )  # fmt: skip
 
 

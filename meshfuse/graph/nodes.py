@@ -94,6 +94,7 @@ class Graph:
     reductions: by node the layouts that the user gave the reduction dims of its result, in the rule's order.
     streams: the tensors to be worked on in chunks.
     rewritings: those that made this graph of the definition's own ops, first one first.
+    stationary: by tensor the mesh axes along which no collective may move it.
     """
 
     tensors: tuple[Tensor, ...]
@@ -107,6 +108,7 @@ class Graph:
     streams: Mapping[int, Stream] = field(default_factory=dict)
     rewritings: tuple[Rewriting, ...] = ()
     implied: Mapping[int, str] = field(default_factory=dict)
+    stationary: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     def shape(self, tensor: int) -> tuple[int, ...]:
         return self.tensors[tensor].type.shape

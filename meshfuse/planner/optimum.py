@@ -22,6 +22,7 @@ from .labels import Label, Spot
 from .prices import Prices
 from .program import Program
 from .reshard_costs import Atoms, AtomsOf, whole_axes
+from .stationary import check_stationary
 
 # Times that a problem is solved at most; two suffice for most programs.
 _MOST_ROUNDS = 12
@@ -132,6 +133,9 @@ def _in_atoms(axes_of: AtomsOf, atoms_of: AtomsOf, label: Label) -> Label:
 
 def _decoded(program: Program, found: Assignment, gap: float | None) -> Optimum:
     graph, chosen = program.graph, found.labels
+    if program.kept and found.value >= program.forbidden:
+        operands = {node.id: program.placement(node.id, chosen).operands for node in graph.nodes}
+        check_stationary(graph, program.kept, {i: program.there(i, chosen) for i in program.kept}, operands)
     shardings = {i: given[0] for i, given in program.inputs.items()}
     for node in graph.nodes:
         shardings.update(zip(node.outputs, program.placement(node.id, chosen).results, strict=True))

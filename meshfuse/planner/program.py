@@ -29,9 +29,12 @@ from .labels import Label, Near, Spot, axis_labels, identity, own_seconds
 from .prices import Pair, Prices, Shardings
 from .reshard_costs import AtomsOf
 from .special_layouts import SpecialLayouts
+from .stationary import moves_along, stationary_axes
 
 # Seconds that a copy costs at least: one that costs no more is made by slices, which need no sharing.
 _FREE = 2e-13
+# As many times as much as a plan may cost at most.
+_FORBIDDEN = 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,7 @@ class Program:
     shared: dict[int, Shared] = field(default_factory=dict)
     edges_of: list[list[Edge]] = field(default_factory=list)  # by variable
     limit: float = 0.0
+    kept: dict[int, frozenset[str]] = field(default_factory=dict)  # by stationary tensor the axes along which it stays
 
     def __post_init__(self) -> None:
         graph = self.graph
@@ -120,6 +124,7 @@ class Program:
             self.makers |= {i: (node.id, place) for place, i in enumerate(node.outputs)}
             for place, i in enumerate(node.inputs):
                 self.readers.setdefault(i, {}).setdefault(node.id, []).append(place)
+        self.kept = stationary_axes(graph)
         self.labels = self._all_labels()
 
     def _given(self, tensor: int) -> Shardings:
@@ -165,7 +170,10 @@ class Program:
             here = self.around[node.id]
             yield here, own_seconds(call, here.placement)
             if self.free is not None:
-                near = Near(here.spot or Spot((WHOLE,) * len(rule.factors), (None,) * len(atoms), (*range(len(atoms)),)), self.free)
+                near = Near(
+                    here.spot or Spot((WHOLE,) * len(rule.factors), (None,) * len(atoms), (*range(len(atoms)),)),
+                    self.free,
+                )
         for label in axis_labels(
             call, rule, mesh, atoms, special.of_op(node) if near is None else (), reductions, near
         ):
@@ -226,7 +234,19 @@ class Program:
     # prices -----------------------------------------------------------------------------------------------------
 
     def _table(self, sources: Shardings, targets: Shardings, tensor: int) -> Costs:
-        return np.minimum(self.prices.table(sources, targets, self.ttype(tensor)), self.limit)
+        table = np.minimum(self.prices.table(sources, targets, self.ttype(tensor)), self.impossible)
+        along = self.kept.get(tensor)
+        return table if along is None else np.where(moves_along(along, sources, targets), self.forbidden, table)
+
+    @property
+    def forbidden(self) -> float:
+        """What a reshard costs that the user forbids: more than any plan without one."""
+        return _FORBIDDEN * self.limit
+
+    @property
+    def impossible(self) -> float:
+        """What there is no way to do costs: more than what the user forbids."""
+        return _FORBIDDEN * self.forbidden if self.kept else self.limit
 
     def _needs(self, tensor: int, node: int) -> Needs:
         places = self.readers[tensor][node]
@@ -303,7 +323,7 @@ class Program:
             self.costs.edges.append(self._either(tensor, self.variables[node], shared, need, (rows, columns)))
         if made is not None:
             maker = self.variables[self.makers[tensor][0]]
-            self.costs.edges.append(Same((maker, variable), made, rows, self.limit))
+            self.costs.edges.append(Same((maker, variable), made, rows, self.impossible))
 
     def _copies(self, tensor: int, needs: dict[int, Needs]) -> Shardings:
         """The shardings that more than one reader may need."""
@@ -314,7 +334,7 @@ class Program:
     def _copy_costs(self, tensor: int, have: Shardings, copies: Shardings) -> Costs:
         """[have, copies and none]: making the copy, and leaving an output."""
         to_copy = self._table(have, copies, tensor) if copies else np.zeros((len(have), 0))
-        costs = np.concatenate([np.where(to_copy > _FREE, to_copy, self.limit), np.zeros((len(have), 1))], 1)
+        costs = np.concatenate([np.where(to_copy > _FREE, to_copy, self.impossible), np.zeros((len(have), 1))], 1)
         if tensor in self.graph.outputs and tensor not in self.given:
             unreduced = np.array([copy.partial != () for copy in copies] + [True])
             costs += np.where(unreduced, self._end_costs(tensor, have)[:, None], 0.0)
@@ -324,7 +344,7 @@ class Program:
         self, tensor: int, reader: int, shared: Shared, needs: Needs, sources: tuple[Digits, Digits]
     ) -> FromEither:
         copies = tuple([copy for copy in shared.copies if copy is not None])
-        none = np.full((1, len(needs.sets)), 2 * self.limit)
+        none = np.full((1, len(needs.sets)), 2 * self.impossible)
         from_copy = np.concatenate([self._read(copies, needs, tensor), none]) if copies else none
         tables = self._read(shared.made, needs, tensor), from_copy
         return FromEither((shared.variable, reader), tables, sources, needs.classes)

@@ -124,7 +124,11 @@ def _structure(graph: Graph, default_mesh: DeviceMesh) -> Hashable:
     Tensors of ops that no output needs count as well: those that a rewriting makes are numbered after them.
     """
     nodes = tuple([(id(n.call.op), n.inputs, n.outputs, n.origin) for n in graph.nodes])
-    said = (tuple(sorted(graph.reductions.items())), tuple(sorted(graph.streams)))
+    said = (
+        tuple(sorted(graph.reductions.items())),
+        tuple(sorted(graph.streams)),
+        tuple(sorted(graph.stationary.items())),
+    )
     annotations = tuple(sorted(graph.annotations.items(), key=_first))
     return (nodes, len(graph.tensors), graph.inputs, graph.outputs, annotations, said, default_mesh)
 

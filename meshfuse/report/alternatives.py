@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from ..compiler import CompiledProgram
 from ..graph import Graph
-from ..propagation import propagate
+from ..planner.effort import Effort
+from ..propagation import ShardedDefinition, propagate
 from ..reshard.steps import Step, mean_wire_elements
 from ..resharding import ReshardedDefinition, insert_resharding
 from ..rewrites.lower_ring_ops import lower_ring_ops
@@ -111,6 +112,12 @@ class Alternatives:
         reductions = {n: r for n, r in self.graph.reductions.items() if not self._makes(n, tensors)}
         changed = dataclasses.replace(self.graph, annotations=kept, reductions=reductions)
         return total(insert_resharding(lower_ring_ops(propagate(changed, self.default_mesh))))
+
+    def with_stationary(self, tensor: int, axes: tuple[str, ...]) -> ShardedDefinition:
+        """The plan in which the tensor stays along these axes."""
+        kept = {**self.graph.stationary, tensor: axes}
+        parts = Effort.AUTO.in_parts(self.graph)
+        return propagate(dataclasses.replace(self.graph, stationary=kept), self.default_mesh, parts)
 
     def _makes(self, node: int, tensors: tuple[int, ...]) -> bool:
         return any(i in tensors for i in self.graph.nodes[node].outputs)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Sequence
 
 from ..compiler import CompiledProgram
-from ..errors import shown, user_error
+from ..errors import DefinitionError, shown, user_error
 from ..graph import Graph, Node, users
 from ..number_text import duration, figures, number
 from ..placement.op_meshes import MeshCosts
@@ -14,7 +15,7 @@ from ..placement.options import Choice, RunnerUp, Source
 from ..propagation import ShardedDefinition
 from ..reshard.steps import StepKind
 from ..resharding import Reshard
-from .alternatives import wire_bytes
+from .alternatives import Alternatives, wire_bytes
 from .bill import table
 from .causes import Causes, annotated_where, quoted
 from .provenance import Origin, Provenance
@@ -83,6 +84,7 @@ class Explainer:
         yield f"{made.label}: {made.type}, sharded {sharding} on {sharding.mesh}"
         yield f"  {self._maker(tensor)} at {quoted(made.line)}"
         yield from (f"  {line}" for line in self._why(tensor))
+        yield from (f"  {line}" for line in self._stationary(tensor))
         yield from (f"  {line}" for line in self._alternative(tensor))
         yield from (f"  {line}" for line in self._meshes(tensor))
         yield from (f"  {line}" for line in self._chunks(tensor))
@@ -156,6 +158,26 @@ class Explainer:
         if len(chain) > _SHOWN:
             named += [f"... {len(chain) - _SHOWN} more ...", self._label(chain[0])]
         return f" through {', '.join(named)}"
+
+    def _stationary(self, tensor: int) -> Iterator[str]:
+        """For a split input: whether it stays where it is, and what a step takes if it must, or need not."""
+        graph, seconds = self.graph, self.compiled.planned.seconds
+        if tensor not in graph.input_tensors or tensor not in graph.annotations:
+            return
+        axes = tuple(dict.fromkeys([split.axis or "" for split in graph.annotations[tensor].splits if split.bound]))
+        along = graph.stationary.get(tensor, ())
+        if along:
+            other = Alternatives(self.compiled).with_stationary(tensor, ()).seconds
+            kept = f"stationary along {', '.join(along)}"
+            yield f"{kept}: a step takes {duration(seconds)}; if it may move, {duration(other)}"
+        elif axes and self._is_moved(tensor):
+            with contextlib.suppress(DefinitionError):
+                other = Alternatives(self.compiled).with_stationary(tensor, axes).seconds
+                yield f"moved: a step takes {duration(seconds)}; if it is stationary, {duration(other)}"
+
+    def _is_moved(self, tensor: int) -> bool:
+        resharded = self.compiled.resharded
+        return any(resharded.values[reshard.source].tensor == tensor for reshard in resharded.collectives)
 
     def _alternative(self, tensor: int) -> Iterator[str]:
         node = self.provenance.producer(tensor)

@@ -116,7 +116,8 @@ def _annotation(name: str, annotation: Annotation, meshes: Mapping[DeviceMesh, s
     written = [root for root in roots if not root[0].reduction] if annotation.stated else []
     if annotation.stated:
         entries = ", ".join(_entry(root, annotation.mesh) for root in written)
-        yield f"fd.mesh_split({name}, {mesh}, [{entries}])"
+        kept = f", stationary={list(annotation.stationary)}" if annotation.stationary else ""
+        yield f"fd.mesh_split({name}, {mesh}, [{entries}]{kept})"
     elif mesh is not None:
         yield f"{name}.set_device_mesh({mesh})"
     for place, root in enumerate(roots):
