@@ -67,9 +67,7 @@ class Exhaustive:
         if self._seen.get(state, math.inf) <= cost:
             return
         self._seen[state] = cost
-        for more, work, then in sorted(
-            self._ways(self.graph.nodes[at], shardings), key=lambda way: way[0] + way[1]
-        ):
+        for more, work, then in sorted(self._ways(self.graph.nodes[at], shardings), key=lambda way: way[0] + way[1]):
             if cost + more + work >= self.limit:
                 return
             self._go_on(at + 1, moving + more, computing + work, self._read_later(at, then))

@@ -16,11 +16,14 @@ from .cost_graph import CostGraph, Costs, Numbers
 from .elimination import Assignment, Order, eliminate, elimination_order
 from .reduction import reduced
 
-# Cells of the largest table that is made: 8 MB of float64. Whoever has less memory may lower it; a plan that is then
-# no longer proven says so.
-MOST_CELLS = 1 << 20
-# Sweeps before labels are looked at again, and in all: a plan that is not proven by then has a gap, which is stated.
-_SWEEPS, _MOST_SWEEPS = 8, 128
+# Cells of all tables of one elimination, some hundredths of a second and 32 MB. Whoever has less time or memory may
+# lower it; a plan that is then no longer proven says so.
+MOST_CELLS = 1 << 22
+# Sweeps before labels are looked at again, and in all; edges of these sweeps in all, some seconds. A plan that is not
+# proven by then has a gap, which is stated.
+_SWEEPS, _MOST_SWEEPS, _MOST_EDGES = 8, 128, 80_000
+# How many bounds of the slack are tried: the closer, the more labels are eliminated together.
+_LEVELS = 16
 # So many labels of every variable are tried together.
 _FEW = 12
 # The part of the value by which costs count as equal.
@@ -74,7 +77,8 @@ class _Ascent:
         self.bound = -np.inf
 
     def run(self) -> Certified:
-        for _ in range(_MOST_SWEEPS // _SWEEPS):
+        sweeps = min(_MOST_SWEEPS, _MOST_EDGES // max(len(self.graph.edges), 1))
+        for _ in range(max(sweeps // _SWEEPS, 1)):
             for _ in range(_SWEEPS):
                 self.messages.sweep()
             bound = self.messages.bound()
@@ -96,7 +100,7 @@ class _Ascent:
         Returns by how much every other assignment exceeds the bound at least.
         """
         self._round(slacks)
-        levels = np.unique(np.concatenate(slacks))
+        levels = _quantiles(np.unique(np.concatenate(slacks)))
         ordered = [np.sort(slack) for slack in slacks]
         low, high, order = 0, len(levels), None
         while low < high:
@@ -141,6 +145,12 @@ class _Ascent:
         kept = [now if len(now) else np.arange(len(before)) for now, before in zip(kept, self.kept, strict=True)]
         self.kept = [before[now] for before, now in zip(self.kept, kept, strict=True)]
         self.graph, self.messages = self.graph.only(kept), self.messages.only(kept)
+
+
+def _quantiles(values: Costs) -> Costs:
+    """Some of these sorted values, most of them low ones: the tables grow fast with the number of labels."""
+    places = np.unique(np.geomspace(1, len(values), _LEVELS).astype(np.int64) - 1)
+    return values[places]
 
 
 class Messages:

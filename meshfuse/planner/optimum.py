@@ -28,7 +28,7 @@ _MOST_ROUNDS = 12
 # Parts of axes that labels are made of at most: each has an op's factors to be on.
 _MOST_PARTS = 4
 # Labels of all ops together that are considered at once.
-_MOST_LABELS = 1_500
+_MOST_LABELS = 1_800
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,10 @@ class Program:
             here = self.around[node.id]
             yield here, own_seconds(call, here.placement)
             if self.free is not None:
-                near = Near(here.spot or Spot((WHOLE,) * len(rule.factors), (None,) * len(atoms), (*range(len(atoms)),)), self.free)
+                near = Near(
+                    here.spot or Spot((WHOLE,) * len(rule.factors), (None,) * len(atoms), (*range(len(atoms)),)),
+                    self.free,
+                )
         for label in axis_labels(
             call, rule, mesh, atoms, special.of_op(node) if near is None else (), reductions, near
         ):

@@ -1,8 +1,8 @@
 """Layouts that no axis on a factor gives: axes inside a dim's blocks, and uneven ones.
 
 The shards of a fused weight are strided: rank r has part r of each of its matrices. Seven rows over four ranks are cut
-unevenly. Of a dim over two axes of which the major one is gathered, the other lies in strides. Such layouts are followed through the ops' rules, forward and back; each is then a start for the
-labels of all the ops that it reaches.
+unevenly. Of a dim over two axes of which the major one is gathered, the other lies in strides. Such layouts are
+followed through the ops' rules, forward and back; each is then a start for the labels of all the ops that it reaches.
 """
 
 from __future__ import annotations
