@@ -32,6 +32,11 @@ class Spot(NamedTuple):
     order: tuple[int, ...]
 
 
+def nowhere(rule: Rule, atoms: Atoms) -> Spot:
+    """All atoms on nothing."""
+    return Spot((WHOLE,) * len(rule.factors), (None,) * len(atoms), tuple(range(len(atoms))))
+
+
 class Label(NamedTuple):
     """A placement of an op; `spot` is None for a window."""
 

@@ -25,7 +25,7 @@ from ..sharding.layout import WHOLE
 from ..sharding.value import Sharding
 from .cost_graph import Between, Classes, CostGraph, Costs, Digits, Edge, FromEither, Same
 from .elimination import Assignment, eliminate, elimination_order
-from .labels import Label, Near, Spot, axis_labels, identity, own_seconds
+from .labels import Label, Near, Spot, axis_labels, identity, nowhere, own_seconds
 from .prices import Pair, Prices, Shardings
 from .reshard_costs import AtomsOf
 from .special_layouts import SpecialLayouts
@@ -133,20 +133,41 @@ class Program:
 
     def _all_labels(self) -> list[Labels]:
         """The labels of every op, on each mesh; an op with an annotated result is on the annotation's."""
-        graph, out = self.graph, list[Labels]()
+        graph, out, known = self.graph, list[Labels](), dict[Hashable, Labels]()
         special = {mesh: SpecialLayouts.of(graph, mesh) for mesh in self.meshes}
         made = {i: dict.fromkeys(shardings) for i, shardings in self.inputs.items()}
+        windowed = {node.inputs[0] for node in graph.nodes if node.call.op.window is not None}
         for node in graph.nodes:
-            found = dict[tuple[object, ...], tuple[Label, float]]()
-            for mesh in self._meshes_of(node):
-                for label, seconds in self._labels_on(node, mesh, special[mesh], made):
-                    found.setdefault(identity(label.placement), (label, seconds))
-            placements, spots = zip(*[label for label, _ in found.values()], strict=True)
-            out.append(Labels(placements, np.array([seconds for _, seconds in found.values()]), spots))
-            for place, i in enumerate(node.outputs):
-                results = [p.results[place] for p in placements] + [*filter(None, [graph.annotations.get(i)])]
+            for mesh in self.meshes:
+                special[mesh].follow(node)
+            key = self._kind(node, special)
+            if key is None or key not in known:
+                known[key] = self._labels_of(node, special, made)
+            out.append(known[key])
+            for place, i in enumerate(node.outputs) if windowed.intersection(node.outputs) else ():
+                results = [p.results[place] for p in out[-1].placements]
+                results += filter(None, [graph.annotations.get(i)])
                 made[i] = dict.fromkeys([*results, *(s.reduced() for s in results)])
         return out
+
+    def _kind(self, node: Node, special: Mapping[DeviceMesh, SpecialLayouts]) -> Hashable:
+        """What an op's labels follow from; None for windows, whose labels follow from those of the ops before them."""
+        if node.call.op.window is not None:
+            return None
+        meshes = tuple(self._meshes_of(node))
+        asked = tuple([special[mesh].of_op(node) for mesh in meshes]) if self.free is None else ()
+        around = self.around[node.id] if self.around else None
+        return (id(node.call), id(node.rule), meshes, asked, self.graph.reductions.get(node.id), around)
+
+    def _labels_of(
+        self, node: Node, special: Mapping[DeviceMesh, SpecialLayouts], made: Mapping[int, dict[Sharding, None]]
+    ) -> Labels:
+        found = dict[tuple[object, ...], tuple[Label, float]]()
+        for mesh in self._meshes_of(node):
+            for label, seconds in self._labels_on(node, mesh, special[mesh], made):
+                found.setdefault(identity(label.placement), (label, seconds))
+        placements, spots = zip(*[label for label, _ in found.values()], strict=True)
+        return Labels(placements, np.array([seconds for _, seconds in found.values()]), spots)
 
     def _meshes_of(self, node: Node) -> Sequence[DeviceMesh]:
         if self.free is not None:
@@ -159,16 +180,12 @@ class Program:
     ) -> Iterator[tuple[Label, float]]:
         """An op's labels on one mesh, with their seconds."""
         call, rule = node.call, node.rule
-        special.follow(node)
         reductions, atoms, near = self.graph.reductions.get(node.id, ()), self.atoms_of(mesh), None
         if self.around and self.around[node.id].placement.results[0].mesh == mesh:
             here = self.around[node.id]
             yield here, own_seconds(call, here.placement)
             if self.free is not None:
-                near = Near(
-                    here.spot or Spot((WHOLE,) * len(rule.factors), (None,) * len(atoms), (*range(len(atoms)),)),
-                    self.free,
-                )
+                near = Near(here.spot or nowhere(rule, atoms), self.free)
         for label in axis_labels(
             call, rule, mesh, atoms, special.of_op(node) if near is None else (), reductions, near
         ):
