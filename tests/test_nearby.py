@@ -69,6 +69,7 @@ def test_random_programs_of_doubled_sizes_are_what_torch_computes() -> None:
     check()
     assert sum(taken) >= 5  # Of 160 drawn programs, most of which say their sizes or give no reference, some 20 are.
 
+
 def leave_open(fd: mf.FusionDefinition) -> None:
     """Have the definition not say the sizes of its tensors."""
     for i, made in enumerate(fd.recording.tensors):
