@@ -241,7 +241,8 @@ def tail(fd: Fd, chance: random.Random, kept: list[T]) -> T:
         return fd.ops.cat(some, 0)
     made = some[0]
     for k in some[1:]:
-        made = made + k if how == "sum" else fd.ops.sin(made) * k
+        # Factors below one: with larger ones, the last digits of a layer are all that comes out.
+        made = made + k if how == "sum" else fd.ops.sin(made) * fd.ops.sin(k)
     return made
 
 

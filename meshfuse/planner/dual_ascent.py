@@ -21,7 +21,7 @@ from .reduction import reduced
 MOST_CELLS = 1 << 22
 # Sweeps before labels are looked at again, and in all; edges of these sweeps in all, some seconds. A plan that is not
 # proven by then has a gap, which is stated.
-_SWEEPS, _MOST_SWEEPS, _MOST_EDGES = 8, 128, 80_000
+_SWEEPS, MOST_SWEEPS, _MOST_EDGES = 8, 64, 80_000
 # How many bounds of the slack are tried: the closer, the more labels are eliminated together.
 _LEVELS = 16
 # So many labels of every variable are tried together.
@@ -47,23 +47,27 @@ class Certified:
         return (value - self.bound) / abs(value) if value - self.bound > TOLERANCE * abs(value) else 0.0
 
 
-def solve(graph: CostGraph, most_cells: int = MOST_CELLS, known: Assignment | None = None) -> Certified:
+def solve(
+    graph: CostGraph, most_cells: int = MOST_CELLS, known: Assignment | None = None, sweeps: int = MOST_SWEEPS
+) -> Certified:
     """The assignment that costs least, with its proof; one with a gap where its tables would be too large.
 
     known: a good assignment: labels that are in no better one are dropped sooner.
+    sweeps: how many are made at most; few suffice for a better assignment than a known one, if not for its proof.
     """
     small = reduced(graph)
-    found = _solved(small.core, most_cells, None if known is None else [known.labels[v] for v in small.kept])
+    labels = None if known is None else [known.labels[v] for v in small.kept]
+    found = _solved(small.core, most_cells, labels, sweeps)
     best = Assignment(small.whole(found.assignment.labels), found.assignment.value + small.constant)
     return Certified(best, found.bound + small.constant)
 
 
-def _solved(core: CostGraph, most_cells: int, known: Sequence[int] | None) -> Certified:
+def _solved(core: CostGraph, most_cells: int, known: Sequence[int] | None, sweeps: int) -> Certified:
     order = elimination_order(core.sizes(), core.sides())
     if order.cells <= most_cells:
         best = eliminate(core, order)
         return Certified(best, best.value)
-    return _Ascent(core, most_cells, Assignment(tuple(known), core.value(known)) if known else NONE).run()
+    return _Ascent(core, most_cells, Assignment(tuple(known), core.value(known)) if known else NONE).run(sweeps)
 
 
 class _Ascent:
@@ -76,8 +80,9 @@ class _Ascent:
         self.best = known
         self.bound = -np.inf
 
-    def run(self) -> Certified:
-        sweeps = min(_MOST_SWEEPS, _MOST_EDGES // max(len(self.graph.edges), 1))
+    def run(self, most: int) -> Certified:
+        """The best assignment after at most so many sweeps, and the bound."""
+        sweeps = min(most, _MOST_EDGES // max(len(self.graph.edges), 1))
         for _ in range(max(sweeps // _SWEEPS, 1)):
             for _ in range(_SWEEPS):
                 self.messages.sweep()

@@ -7,7 +7,6 @@ closed forms; those that the answer uses are then worked out exactly, and the pr
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from ..mesh import DeviceMesh
 from ..placement.options import Choice, RunnerUp
 from ..sharding.layout import Split
 from ..sharding.value import Sharding
-from .dual_ascent import TOLERANCE, Certified, solve
+from .dual_ascent import MOST_SWEEPS, TOLERANCE, Certified, solve
 from .elimination import Assignment
 from .labels import Label, Spot
 from .prices import Prices
@@ -27,6 +26,8 @@ from .reshard_costs import Atoms, AtomsOf, whole_axes
 _MOST_ROUNDS = 12
 # Parts of axes that labels are made of at most: each has an op's factors to be on.
 _MOST_PARTS = 4
+# Sweeps in which one part of an axis is placed anew: a better assignment is found early or not at all.
+_FEW_SWEEPS = 16
 # Labels of all ops together that are considered at once.
 _MOST_LABELS = 1_800
 
@@ -85,13 +86,13 @@ def _among(named: frozenset[tuple[DeviceMesh, str]], atoms_of: AtomsOf) -> Atoms
     return lambda mesh: tuple([atom for atom in atoms_of(mesh) if (mesh, atom.axis) in named])
 
 
-def _solved(program: Program, known: Sequence[Label] = ()) -> Certified:
+def _solved(program: Program, known: Sequence[Label] = (), sweeps: int = MOST_SWEEPS) -> Certified:
     """The best assignment, at prices that are exact for what it uses; `known` is a good one, if one is known."""
     found = None
     for _ in range(_MOST_ROUNDS):
         program.build()
         labels = program.chosen(found.assignment.labels) if found is not None else known
-        found = solve(program.costs, known=program.assigned(labels) if labels else None)
+        found = solve(program.costs, known=program.assigned(labels) if labels else None, sweeps=sweeps)
         if not program.prices.correct(program.used(found.assignment.labels)):
             break
     assert found is not None
@@ -99,18 +100,15 @@ def _solved(program: Program, known: Sequence[Label] = ()) -> Certified:
 
 
 def _in_parts(program: Program, atoms_of: AtomsOf, found: Certified) -> tuple[Program, Certified]:
-    """The best assignment that is found by placing one part of an axis anew in all ops, or two, as long as that pays.
-
-    Each such problem is solved exactly.
-    """
+    """The best assignment that is found by placing one part of an axis anew in all ops, as long as that pays."""
     prices = program.prices.over(parts_of_axes)
     labels = [_in_atoms(program.atoms_of, atoms_of, label) for label in program.chosen(found.assignment.labels)]
     count = max(len(atoms_of(mesh)) for mesh in program.meshes)
-    ways = [frozenset(free) for size in (1,) for free in itertools.combinations(range(count), size)]
+    ways = [frozenset([free]) for free in range(count)]
     best, idle, at = found.assignment.value, 0, 0
     while idle < len(ways):
         there = Program(program.graph, program.meshes, prices, atoms_of, labels, ways[at % len(ways)])
-        better = _solved(there, labels)
+        better = _solved(there, labels, _FEW_SWEEPS)
         improved = better.assignment.value < best * (1 - TOLERANCE)
         idle, at = (0 if improved else idle + 1), at + 1
         if improved:

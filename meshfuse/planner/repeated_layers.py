@@ -51,22 +51,31 @@ class Folded:
         return all(choices[a].placement == choices[b].placement for a, b in self.joints)
 
     def written_out(
-        self, short: Sequence[Choice], inputs: Mapping[int, Sharding]
+        self, short: Sequence[Choice], there: Mapping[int, Sharding]
     ) -> tuple[tuple[Choice, ...], dict[int, Sharding]]:
-        """(the choices, where tensors are) of the plan of the whole, from the choices of that of the short program.
-
-        `inputs` are where the inputs are.
-        """
-        choices, said = list[Choice](), self.whole.annotations
-        shardings = {i: inputs[i] for i in self.whole.input_tensors}
+        """(the choices, where tensors are) of the plan of the whole, from those of the short program's plan."""
+        choices = list[Choice]()
+        shardings = {i: there[i] for i in self.whole.input_tensors}
         for node, place in zip(self.whole.nodes, self.places, strict=True):
             choice = short[place]
             if choice.placement.carry.operands:
                 choice = _reached(node, choice, shardings)
             choices.append(choice)
-            for i, made in zip(node.outputs, choice.placement.results, strict=True):
-                shardings[i] = said.get(i, made)
+            stands_for = self.short.nodes[place].outputs
+            for i, other, made in zip(node.outputs, stands_for, choice.placement.results, strict=True):
+                shardings[i] = self._left(i, there[other], made)
         return tuple(choices), shardings
+
+    def _left(self, tensor: int, other: Sharding, made: Sharding) -> Sharding:
+        """Where a tensor of the whole is after its op: one that nobody places and that is an output is left reduced.
+
+        other: where the tensor is that stands for it; made: as its op makes it.
+        """
+        if tensor in self.whole.annotations:
+            return self.whole.annotations[tensor]
+        if tensor not in self.whole.outputs or not made.partial:
+            return made
+        return made.reduced() if other.partial else other
 
 
 def _reached(node: Node, choice: Choice, shardings: Mapping[int, Sharding]) -> Choice:
