@@ -42,7 +42,7 @@ def prepared(
     free = _freed(programs, compiled, inputs)
     if free is not None:
         others, other = _cut(free, given, gathered)
-        if other.kept <= max(found.kept, found.taken) and _each(programs, other).beats(_each(programs, found)):
+        if other.kept <= max(found.kept, found.taken) and _each(programs, other).seconds < _each(programs, found).seconds:
             keeping, found = others, other
     if programs.max_memory is not None:
         found = keeping.within(programs.max_memory, lambda cut: _peak(programs, cut))
