@@ -79,7 +79,8 @@ class PlanHandover:
         while len(self._made) > _KEPT:
             old = self._made.popleft()
             if old not in self._made:
-                within(_STORE, lambda old=old: [self._store.delete_key(key) for key in (f"{old}/by", old)])
+                # The text first: without `by`, another rank would take the text for its own and hand over nothing.
+                within(_STORE, lambda old=old: [self._store.delete_key(key) for key in (old, f"{old}/by")])
 
     def _awaited(self, place: str, maker: int, ranks: Collection[int], what: str) -> str:
         """The text that another rank makes; "" where it makes none any more."""

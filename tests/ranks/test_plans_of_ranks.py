@@ -232,3 +232,42 @@ assert len(set(keys)) == 13 and sum(there) <= 4 * world.size and there[-1], ther
 """
     results = ranks(tmp_path, script)
     assert all(code == 0 for code, _ in results), results
+
+
+# Rank 2 takes no part in these programs and runs ahead, so that it makes the plans. It is slow to take the first one
+# back from the store, by `seconds` per key, and the others come for it one after the other.
+AHEAD = """
+class Slow:
+    def __init__(self, store):
+        self.store, self.slow = store, "none"
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+    def delete_key(self, key):
+        found = self.store.delete_key(key)
+        if self.slow in key:
+            open(BEGUN, "w").close()
+            time.sleep(0.5)
+        return found
+
+fds = [layer((0, 1), op) for op in "relu abs exp sin cos tan".split()]
+if rank == 2:
+    store = Slow(world.store)
+    type(world.handover)._store = property(lambda self: store)
+    fds[0].execute([torch.ones(8)], idle_ranks=True)
+    store.slow = world.handover._made[-1]
+    for fd in fds[1:]:
+        fd.execute([torch.ones(8)], idle_ranks=True)
+else:
+    while not os.path.exists(BEGUN):
+        time.sleep(0.01)
+    time.sleep(0.75 * rank)
+    start = time.monotonic()
+    assert run(fds[0]) == 8
+    assert time.monotonic() - start < world.limit, "waited for a plan that nobody makes"
+print("done")
+"""
+
+
+def test_a_rank_that_runs_ahead_takes_no_plan_back_that_others_wait_for(tmp_path: Path) -> None:
+    results = ranks(tmp_path, AHEAD.replace("BEGUN", repr(str(tmp_path / "begun"))))
+    assert all(code == 0 and "done" in text for code, text in results), results
