@@ -13,7 +13,6 @@ from .graph import Graph
 from .mesh import DeviceMesh
 from .placement.options import Choice
 from .planner.optimum import optimum
-from .planner.repeated_layers import Folded, repeated_layers
 from .sharding.value import Sharding
 
 
@@ -76,28 +75,12 @@ def propagate(graph: Graph, default_mesh: DeviceMesh, parts: bool = False) -> Sh
     default_mesh: the mesh of a program in which no annotation names one.
     parts: place the parts of axes one by one, too.
 
-    Programs of equal layers are planned by few of them (`planner.repeated_layers`): equal layers get equal plans.
+    Equal layers get equal plans (`planner.equal_layers`).
     """
-    fold = repeated_layers(graph)
-    if fold is not None:
-        short = _planned(fold.short, default_mesh, parts)
-        if fold.is_steady(short.choices):
-            return _written_out(fold, short)
-    return _planned(graph, default_mesh, parts)
-
-
-def _planned(graph: Graph, default_mesh: DeviceMesh, parts: bool) -> ShardedDefinition:
     found = optimum(graph, default_mesh, parts)
     sharded = ShardedDefinition(graph, found.choices, found.shardings, found.gap)
     sharded.verify()
     return sharded
-
-
-def _written_out(layers: Folded, short: ShardedDefinition) -> ShardedDefinition:
-    """The plan of a program of repeated layers, from that of the same program with most layers left out."""
-    found = ShardedDefinition(layers.whole, *layers.written_out(short.choices, short.shardings), short.gap)
-    found.verify()
-    return found
 
 
 # The part of a step that another way to write it must save: less is not worth a program that is not as it was written.

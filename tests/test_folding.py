@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from meshfuse.planner.repeated_layers import KEPT, LONG, Folded, repeated_layers
 
 import meshfuse as mf
 from defining import graph_of
@@ -15,7 +16,6 @@ from meshfuse.compiler import compile_sharded, decided
 from meshfuse.graph import Graph
 from meshfuse.planner.effort import Effort
 from meshfuse.planner.optimum import optimum
-from meshfuse.planner.repeated_layers import KEPT, LONG, Folded, repeated_layers
 from meshfuse.plans.plan_cost import plan_cost
 from meshfuse.propagation import ShardedDefinition, propagate
 from meshfuse.report.bill import bill_of

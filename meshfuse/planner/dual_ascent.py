@@ -22,7 +22,8 @@ MOST_CELLS = 1 << 22
 # Sweeps before labels are looked at again, and in all; edges of these sweeps in all, some seconds. A plan that is not
 # proven by then has a gap, which is stated.
 _SWEEPS, MOST_SWEEPS, _MOST_EDGES = 8, 64, 80_000
-# The gap is to become this much less from one look to the next: what is left else is no matter of more sweeps.
+# From one look to the next the gap, or the number of labels, is to become this part of what it was: what is left else
+# is no matter of more sweeps.
 _ADVANCE = 0.8
 # How many bounds of the slack are tried: the closer, the more labels are eliminated together.
 _LEVELS = 16
@@ -84,7 +85,7 @@ class _Ascent:
 
     def run(self, most: int) -> Certified:
         """The best assignment after at most so many sweeps, and the bound."""
-        sweeps, gap = min(most, _MOST_EDGES // max(len(self.graph.edges), 1)), np.inf
+        sweeps, before = min(most, _MOST_EDGES // max(len(self.graph.edges), 1)), (np.inf, np.inf)
         for _ in range(max(sweeps // _SWEEPS, 1)):
             for _ in range(_SWEEPS):
                 self.messages.sweep()
@@ -95,9 +96,10 @@ class _Ascent:
             self.bound = max(self.bound, min(bound + within, self.best.value))
             if self._is_closed():
                 return Certified(self.best, self.best.value)
-            before, gap = gap, self.best.value - self.bound
-            if gap > _ADVANCE * before:
+            now = self.best.value - self.bound, float(sum(self.graph.sizes()))
+            if all(left > _ADVANCE * there for left, there in zip(now, before, strict=True)):
                 break
+            before = now
             self._drop(slacks, self.best.value - bound)
         return Certified(self.best, self.bound)
 

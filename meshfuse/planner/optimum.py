@@ -7,7 +7,7 @@ closed forms; those that the answer uses are then worked out exactly, and the pr
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..graph import Graph, Node
@@ -37,7 +37,7 @@ class Optimum:
     """A choice for every op, where tensors are, the seconds of the plan, and its gap.
 
     `gap` is the part of the seconds by which a plan of other placements may take less; None where not all that there
-    are were considered at once. Both are at the prices of the last round. Reshards that the plan does not use are
+    are were considered at once. Of equal layers, plans in which these have equal plans are considered. Both are at the prices of the last round. Reshards that the plan does not use are
     priced in closed form, which for some is dearer than their cheapest path: the proof is of these prices.
     """
 
@@ -55,12 +55,13 @@ def optimum(graph: Graph, default_mesh: DeviceMesh, parts: bool = False) -> Opti
     meshes = tuple(dict.fromkeys(note.mesh for note in graph.annotations.values())) or (default_mesh,)
     named = _named_axes(graph)
     program = Program(graph, meshes, Prices(whole_axes), _among(named, whole_axes))
-    found = _solved(program)
+    program, found = _with_ends(program, _solved(program))
     atoms_of, all_at_once = _among(named, parts_of_axes), True
     if parts and any(len(atoms_of(mesh)) > len(program.atoms_of(mesh)) for mesh in meshes):
-        if _count(graph, max(len(atoms_of(mesh)) for mesh in meshes)) <= _MOST_LABELS:
+        if _count(program, max(len(atoms_of(mesh)) for mesh in meshes)) <= _MOST_LABELS:
             labels = [_in_atoms(program.atoms_of, atoms_of, label) for label in program.chosen(found.assignment.labels)]
-            program = Program(graph, meshes, program.prices.over(parts_of_axes), atoms_of, labels)
+            prices = program.prices.over(parts_of_axes)
+            program = Program(graph, meshes, prices, atoms_of, labels, ends=program.ends)
             found = _solved(program, labels)
         else:
             program, found = _in_parts(program, atoms_of, found)
@@ -68,9 +69,9 @@ def optimum(graph: Graph, default_mesh: DeviceMesh, parts: bool = False) -> Opti
     return _decoded(program, found.assignment, found.gap if all_at_once else None)
 
 
-def _count(graph: Graph, atoms: int) -> int:
+def _count(program: Program, atoms: int) -> int:
     """About how many labels the ops have."""
-    return sum((len(node.rule.factors) + 1) ** atoms for node in graph.nodes)
+    return sum((len(program.graph.nodes[op].rule.factors) + 1) ** atoms for op in program.ops)
 
 
 def _named_axes(graph: Graph) -> frozenset[tuple[DeviceMesh, str]]:
@@ -107,7 +108,8 @@ def _in_parts(program: Program, atoms_of: AtomsOf, found: Certified) -> tuple[Pr
     ways = [frozenset([free]) for free in range(count)]
     best, idle, at = found.assignment.value, 0, 0
     while idle < len(ways):
-        there = Program(program.graph, program.meshes, prices, atoms_of, labels, ways[at % len(ways)])
+        free = ways[at % len(ways)]
+        there = Program(program.graph, program.meshes, prices, atoms_of, labels, free, program.ends)
         better = _solved(there, labels, _FEW_SWEEPS)
         improved = better.assignment.value < best * (1 - TOLERANCE)
         idle, at = (0 if improved else idle + 1), at + 1
@@ -115,6 +117,21 @@ def _in_parts(program: Program, atoms_of: AtomsOf, found: Certified) -> tuple[Pr
             best, labels = better.assignment.value, there.chosen(better.assignment.labels)
             program, found = there, better
     return program, found
+
+
+def _with_ends(program: Program, found: Certified) -> tuple[Program, Certified]:
+    """With the first and the last one of equal layers other than those between, if that pays.
+
+    The bound stays that of plans whose layers are all equal.
+    """
+    if len(program.ops) == len(program.graph.nodes):
+        return program, found
+    labels = program.chosen(found.assignment.labels)
+    there = Program(program.graph, program.meshes, program.prices, program.atoms_of, labels, ends=True)
+    better = _solved(there, labels, _FEW_SWEEPS).assignment
+    if better.value >= found.assignment.value * (1 - TOLERANCE):
+        return program, found
+    return there, Certified(better, min(found.bound, better.value))
 
 
 def _in_atoms(axes_of: AtomsOf, atoms_of: AtomsOf, label: Label) -> Label:
@@ -135,7 +152,12 @@ def _decoded(program: Program, found: Assignment, gap: float | None) -> Optimum:
         shardings.update(zip(node.outputs, program.placement(node.id, chosen).results, strict=True))
     free = [i for i in graph.outputs if i in program.makers and i not in graph.annotations]
     shardings |= {i: program.left(i, chosen) for i in free} | dict(graph.annotations)
-    choices = tuple([_choice(program, node, chosen) for node in graph.nodes])
+    known = dict[Hashable, Choice]()
+    for node in graph.nodes:
+        kind = program.kind(node)
+        if kind not in known:
+            known[kind] = _choice(program, node, chosen)
+    choices = tuple([known[program.kind(node)] for node in graph.nodes])
     return Optimum(choices, shardings, found.value, gap)
 
 
