@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 _CASES = 3
 # Left out of it: tests of real ranks, and those that search for plans and compare them, which takes minutes.
 _LONG = (
-    "/ranks/", "/test_disagreements.py", "/test_exact_planner.py", "/test_exhaustive.py", "/test_folding.py",
+    "/ranks/", "/test_disagreements.py", "/test_exact_planner.py", "/test_exhaustive.py", "/test_equal_layers.py",
     "/test_free_outputs.py", "/test_gathered_weights.py", "/test_grids.py", "/test_growth.py", "/test_halos.py",
     "/test_nearby.py", "/test_parts.py", "/test_picked.py", "/test_pinned.py", "/test_pins.py", "/test_places.py",
     "/test_random_gradients.py", "/test_random_programs.py", "/test_rolls.py", "/test_searches.py",

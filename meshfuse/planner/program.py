@@ -92,7 +92,8 @@ class Program:
     An input without an annotation is whole on all ranks of all meshes.
 
     atoms_of: the axes of a mesh that ops may be on, or parts of axes.
-    around: a label of every op, which it has in any case.
+    around: a label of every op, which it has in any case; the only one of an op whose result moves in chunks, which
+        parts of axes would leave nothing to do with.
     free: numbers of atoms; only labels that differ from `around` in where these are then considered. None: all.
     ends: whether the first and the last one of equal layers may differ from those between.
     """
@@ -180,7 +181,8 @@ class Program:
         meshes = tuple(self._meshes_of(node))
         asked = tuple([special[mesh].of_op(node) for mesh in meshes]) if self.free is None else ()
         around = self.around[node.id] if self.around else None
-        return (id(node.call), id(node.rule), meshes, asked, self.graph.reductions.get(node.id), around)
+        streams = bool(self.graph.streams.keys() & set(node.outputs))
+        return (id(node.call), id(node.rule), meshes, asked, self.graph.reductions.get(node.id), around, streams)
 
     def _labels_of(
         self, node: Node, special: Mapping[DeviceMesh, SpecialLayouts], made: Mapping[int, dict[Sharding, None]]
@@ -207,6 +209,8 @@ class Program:
         if self.around and self.around[node.id].placement.results[0].mesh == mesh:
             here = self.around[node.id]
             yield here, own_seconds(call, here.placement)
+            if self.graph.streams.keys() & set(node.outputs):
+                return
             if self.free is not None:
                 near = Near(here.spot or nowhere(rule, atoms), self.free)
         for label in axis_labels(
