@@ -30,7 +30,7 @@ _LEVELS = 16
 # So many labels of every variable are tried together.
 _FEW = 12
 # The part of the value by which costs count as equal.
-TOLERANCE = 1e-9
+TOLERANCE = 1e-12
 
 
 NONE = Assignment((), np.inf)

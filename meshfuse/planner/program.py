@@ -30,6 +30,7 @@ from .labels import Label, Near, Spot, axis_labels, identity, nowhere, own_secon
 from .prices import Pair, Prices, Shardings
 from .reshard_costs import AtomsOf
 from .special_layouts import SpecialLayouts
+from .ties import by_preference, numbers, own, placement_key, sharding_key
 
 # Seconds that a copy costs at least: one that costs no more is made by slices, which need no sharing.
 _FREE = 2e-13
@@ -42,6 +43,7 @@ class Labels:
     placements: tuple[Placement, ...]
     seconds: np.ndarray
     spots: tuple[Spot | None, ...]
+    ties: np.ndarray
 
     def number(self, placement: Placement) -> int:
         """Which label a placement is."""
@@ -114,6 +116,7 @@ class Program:
     deciders: tuple[int, ...] = ()  # by op the one whose variable is its own, too
     ops: Counter[int] = field(default_factory=Counter)  # by op that decides, for how many
     alike: dict[int, int] = field(default_factory=dict)  # by tensor the first one of which all the same is asked
+    numbers: Mapping[int, float] = field(default_factory=dict)  # of tensors, to tell equal ones apart
     tensors: Counter[int] = field(default_factory=Counter)  # by such a tensor, for how many it stands
     variables: dict[int, int] = field(default_factory=dict)  # of ops
     shared: dict[int, Shared] = field(default_factory=dict)
@@ -134,6 +137,7 @@ class Program:
         self.alike = {i: first.setdefault(self._asked_of(i), i) for i in (*self.inputs, *self.makers)}
         self.tensors = Counter(self.alike.values())
         self.labels = self._all_labels()
+        self.numbers = numbers(graph)
 
     def _asked_of(self, tensor: int) -> Hashable:
         """What a tensor's part of the costs follows from."""
@@ -192,7 +196,8 @@ class Program:
             for label, seconds in self._labels_on(node, mesh, special[mesh], made):
                 found.setdefault(identity(label.placement), (label, seconds))
         placements, spots = zip(*[label for label, _ in found.values()], strict=True)
-        return Labels(placements, np.array([seconds for _, seconds in found.values()]), spots)
+        ties = by_preference([placement_key(placement) for placement in placements])
+        return Labels(placements, np.array([seconds for _, seconds in found.values()]), spots, ties)
 
     def _meshes_of(self, node: Node) -> Sequence[DeviceMesh]:
         if self.free is not None:
@@ -227,8 +232,8 @@ class Program:
         (result,) = node.outputs
         asked = [Sharding(mesh, dims) for dims in special.of_tensor(result)]
         asked += [note for note in (self.graph.annotations.get(result),) if note is not None and note.mesh == mesh]
-        if self.around:
-            asked.append(self.around[node.id].placement.results[0])
+        there = self.around[node.id].placement.results if self.around else ()
+        asked += [s for s in there if s.mesh == mesh]
         sources = [s for s in made[node.inputs[0]] if s.mesh == mesh]
         wanted = [(s, [*asked, *_beside(node.call, s)]) for s in sources]
         windows = [found for s, ends in wanted for found in window_placements(node.call, node.rule, [s], ends)]
@@ -243,7 +248,9 @@ class Program:
         reserved = {i: self._reserved(i) for i in self.inputs if i in self.tensors}
         for node in self.graph.nodes:
             if node.id in self.ops:
-                self.variables[node.id] = self.costs.add_variable(self.labels[node.id].seconds * self.ops[node.id])
+                labels, number = self.labels[node.id], self.numbers[node.outputs[0]]
+                costs = labels.seconds * self.ops[node.id] + labels.ties * own(number)
+                self.variables[node.id] = self.costs.add_variable(costs)
             reserved |= {i: self._reserved(i) for i in node.outputs if i in self.tensors}
         self.variables = {node.id: self.variables[self.deciders[node.id]] for node in self.graph.nodes}
         for i, variable in reserved.items():
@@ -376,7 +383,8 @@ class Program:
         if tensor in self.graph.outputs and tensor not in self.given:
             unreduced = np.array([copy.partial != () for copy in copies] + [True])
             costs += np.where(unreduced, self._end_costs(tensor, have)[:, None], 0.0)
-        return np.minimum(costs * self.tensors[tensor], self.limit)
+        ties = by_preference([(), *[sharding_key(copy) for copy in copies]]) * own(self.numbers[tensor])
+        return np.minimum(costs * self.tensors[tensor] + np.roll(ties, -1)[None, :], self.limit)
 
     def _either(
         self, tensor: int, node: int, shared: Shared, needs: Needs, sources: tuple[Digits, Digits]
