@@ -37,8 +37,9 @@ class Optimum:
     """A choice for every op, where tensors are, the seconds of the plan, and its gap.
 
     `gap` is the part of the seconds by which a plan of other placements may take less; None where not all that there
-    are were considered at once. Of equal layers, plans in which these have equal plans are considered. Both are at the prices of the last round. Reshards that the plan does not use are
-    priced in closed form, which for some is dearer than their cheapest path: the proof is of these prices.
+    are were considered at once. Of equal layers, plans in which these are equal are considered. Both are at the prices
+    of the last round. Reshards that the plan does not use are priced in closed form, which for some is dearer than
+    their cheapest path: the proof is of these prices.
     """
 
     choices: tuple[Choice, ...]
@@ -56,17 +57,29 @@ def optimum(graph: Graph, default_mesh: DeviceMesh, parts: bool = False) -> Opti
     named = _named_axes(graph)
     program = Program(graph, meshes, Prices(whole_axes), _among(named, whole_axes))
     program, found = _with_ends(program, _solved(program))
-    atoms_of, all_at_once = _among(named, parts_of_axes), True
-    if parts and any(len(atoms_of(mesh)) > len(program.atoms_of(mesh)) for mesh in meshes):
-        if _count(program, max(len(atoms_of(mesh)) for mesh in meshes)) <= _MOST_LABELS:
-            labels = [_in_atoms(program.atoms_of, atoms_of, label) for label in program.chosen(found.assignment.labels)]
-            prices = program.prices.over(parts_of_axes)
-            program = Program(graph, meshes, prices, atoms_of, labels, ends=program.ends)
-            found = _solved(program, labels)
-        else:
-            program, found = _in_parts(program, atoms_of, found)
-            all_at_once = False
-    return _decoded(program, found.assignment, found.gap if all_at_once else None)
+    if not parts:
+        return _decoded(program, found.assignment, found.gap)
+    return _decoded(*_with_parts(program, found, _among(named, parts_of_axes)))
+
+
+def _with_parts(program: Program, found: Certified, atoms_of: AtomsOf) -> tuple[Program, Assignment, float | None]:
+    """The best assignment over parts of axes, and its gap: at once where these are few and it is proven the best."""
+    if all(len(atoms_of(mesh)) == len(program.atoms_of(mesh)) for mesh in program.meshes):
+        return program, found.assignment, found.gap
+    if _count(program, max(len(atoms_of(mesh)) for mesh in program.meshes)) <= _MOST_LABELS:
+        there, best = _all_parts(program, found, atoms_of)
+        if not best.gap:
+            return there, best.assignment, best.gap
+    there, best = _in_parts(program, found, atoms_of)
+    return there, best.assignment, None
+
+
+def _all_parts(program: Program, found: Certified, atoms_of: AtomsOf) -> tuple[Program, Certified]:
+    """The best assignment over all parts of axes at once."""
+    labels = [_in_atoms(program.atoms_of, atoms_of, label) for label in program.chosen(found.assignment.labels)]
+    prices = program.prices.over(parts_of_axes)
+    there = Program(program.graph, program.meshes, prices, atoms_of, labels, ends=program.ends)
+    return there, _solved(there, labels)
 
 
 def _count(program: Program, atoms: int) -> int:
@@ -100,7 +113,7 @@ def _solved(program: Program, known: Sequence[Label] = (), sweeps: int = MOST_SW
     return found
 
 
-def _in_parts(program: Program, atoms_of: AtomsOf, found: Certified) -> tuple[Program, Certified]:
+def _in_parts(program: Program, found: Certified, atoms_of: AtomsOf) -> tuple[Program, Certified]:
     """The best assignment that is found by placing one part of an axis anew in all ops, as long as that pays."""
     prices = program.prices.over(parts_of_axes)
     labels = [_in_atoms(program.atoms_of, atoms_of, label) for label in program.chosen(found.assignment.labels)]

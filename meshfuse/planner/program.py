@@ -1,8 +1,9 @@
 """A program as a cost graph: a variable for every op, and one for every tensor whose readers may share a copy.
 
-An op's labels are its placements; ops at the same place of equal layers are one variable (`equal_layers`). Those of a tensor with several readers are (where it is made, a copy that is made of
-it once, or none). Every reader takes it from the one that is cheaper for it: a reshard is paid once however many read
-its result. An annotated tensor is brought to its annotation, and its readers take it from there alone.
+An op's labels are its placements; ops at the same place of equal layers are one variable (`equal_layers`). Those of a
+tensor with several readers are (where it is made, a copy that is made of it once, or none). Every reader takes it from
+the one that is cheaper for it: a reshard is paid once however many read its result. An annotated tensor is brought to
+its annotation, and its readers take it from there alone.
 """
 
 from __future__ import annotations
