@@ -22,9 +22,9 @@ MOST_CELLS = 1 << 22
 # Sweeps before labels are looked at again, and in all; edges of these sweeps in all, some seconds. A plan that is not
 # proven by then has a gap, which is stated.
 _SWEEPS, MOST_SWEEPS, _MOST_EDGES = 8, 64, 80_000
-# From one look to the next the gap, or the number of labels, is to become this part of what it was: what is left else
-# is no matter of more sweeps.
-_ADVANCE = 0.8
+# From one look to the next the bound or the best value is to change by this part of it, or the number of labels to
+# become that part of what it was: what is left else is no matter of more sweeps.
+_ADVANCE, _FEWER = 1e-3, 0.8
 # How many bounds of the slack are tried: the closer, the more labels are eliminated together.
 _LEVELS = 16
 # So many labels of every variable are tried together.
@@ -85,7 +85,7 @@ class _Ascent:
 
     def run(self, most: int) -> Certified:
         """The best assignment after at most so many sweeps, and the bound."""
-        sweeps, before = min(most, _MOST_EDGES // max(len(self.graph.edges), 1)), (np.inf, np.inf)
+        sweeps, before = min(most, _MOST_EDGES // max(len(self.graph.edges), 1)), (-np.inf, np.inf, np.inf)
         for _ in range(max(sweeps // _SWEEPS, 1)):
             for _ in range(_SWEEPS):
                 self.messages.sweep()
@@ -96,10 +96,9 @@ class _Ascent:
             self.bound = max(self.bound, min(bound + within, self.best.value))
             if self._is_closed():
                 return Certified(self.best, self.best.value)
-            now = self.best.value - self.bound, float(sum(self.graph.sizes()))
-            if all(left > _ADVANCE * there for left, there in zip(now, before, strict=True)):
+            before, now = (bound, self.best.value, sum(self.graph.sizes())), before
+            if not _advances(now, before):
                 break
-            before = now
             self._drop(slacks, self.best.value - bound)
         return Certified(self.best, self.bound)
 
@@ -157,6 +156,13 @@ class _Ascent:
         kept = [now if len(now) else np.arange(len(before)) for now, before in zip(kept, self.kept, strict=True)]
         self.kept = [before[now] for before, now in zip(self.kept, kept, strict=True)]
         self.graph, self.messages = self.graph.only(kept), self.messages.only(kept)
+
+
+def _advances(before: tuple[float, float, float], now: tuple[float, float, float]) -> bool:
+    """Whether the bound, the best value or the number of labels has become better by some part."""
+    bound, best, labels = now
+    changed = bound - before[0] > _ADVANCE * abs(bound), before[1] - best > _ADVANCE * abs(best)
+    return any(changed) or labels < _FEWER * before[2]
 
 
 def _quantiles(values: Costs) -> Costs:
