@@ -181,6 +181,9 @@ class Messages:
         for number, edge in enumerate(graph.edges):
             for side, v in enumerate(edge.sides):
                 self.at[v].append((number, side))
+        # Of these, the edges to variables before this one, and to those after it.
+        self.sides = [tuple([[at for at in near if (graph.edges[at[0]].sides[1 - at[1]] > v) == after]
+                             for after in (False, True)]) for v, near in enumerate(self.at)]  # fmt: skip
 
     def only(self, kept: Sequence[Numbers]) -> Messages:
         """The messages about some of the labels."""
@@ -195,20 +198,21 @@ class Messages:
 
     def sweep(self) -> None:
         """Once forward and once back."""
-        for v in range(len(self.at)):
-            self._pass(v, [at for at in self.at[v] if self._other(*at) > v])
-        for v in reversed(range(len(self.at))):
-            self._pass(v, [at for at in self.at[v] if self._other(*at) < v])
+        for v, (before, after) in enumerate(self.sides):
+            self._pass(v, before, after)
+        for v in reversed(range(len(self.sides))):
+            before, after = self.sides[v]
+            self._pass(v, after, before)
 
-    def _other(self, edge: int, side: int) -> int:
-        return self.graph.edges[edge].sides[1 - side]
+    def _pass(self, v: int, behind: Sequence[tuple[int, int]], ahead: Sequence[tuple[int, int]]) -> None:
+        """Take from the edges behind what they cost at least, and hand all on in equal parts to those ahead.
 
-    def _pass(self, v: int, ahead: Sequence[tuple[int, int]]) -> None:
-        """Take from all edges of a variable what they cost at least, and hand it on in equal parts to those ahead."""
-        for edge, side in self.at[v]:
+        From those ahead it was taken when the sweep last came by, and their other sides have not changed since.
+        """
+        for edge, side in behind:
             self.sent[edge][side] = self.graph.edges[edge].passed(-self.sent[edge][1 - side], back=side == 0)
         if ahead:
-            part = self._belief(v) / max(len(ahead), len(self.at[v]) - len(ahead))
+            part = self._belief(v) / max(len(ahead), len(behind))
             for edge, side in ahead:
                 self.sent[edge][side] -= part
 
