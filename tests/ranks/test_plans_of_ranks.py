@@ -168,7 +168,9 @@ def test_the_rank_that_plans_is_stopped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", ["KeyError('the mistake')", "KeyboardInterrupt()"])
 def test_the_rank_that_plans_raises(tmp_path: Path, error: str) -> None:
+    """The others then plan themselves, for longer than they would wait."""
     script = f"""
+seconds = 2.0
 def fails(graph, mesh, effort):
     slow_begins()
     time.sleep(2.0)
