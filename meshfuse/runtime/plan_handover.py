@@ -21,7 +21,7 @@ from .job import Job
 from .planning import plans
 from .rendezvous import Rendezvous
 from .roll_call import goodbye, roll_call
-from .store import await_keys, value_there
+from .store import await_keys, text_there
 
 T = TypeVar("T")
 _KEPT = 4  # How many of its texts a rank leaves in the store. Ranks that work together are no further apart.
@@ -71,7 +71,7 @@ class PlanHandover:
 
     def _there(self, place: str) -> str:
         """The text that this rank has handed over before, "" for none."""
-        return _decoded(within(_STORE, lambda: value_there(self._store, place)))
+        return within(_STORE, lambda: text_there(self._store, place)) or ""
 
     def _hand_over(self, place: str, text: str) -> None:
         within(_STORE, lambda: self._store.set(place, text))
@@ -95,7 +95,7 @@ class PlanHandover:
                     if not self._is_at_it(maker, what, start):
                         return ""
             # By now the maker may have taken it back.
-            return _decoded(self._answer_of(what, maker, lambda: value_there(self._store, place)))
+            return self._answer_of(what, maker, lambda: text_there(self._store, place)) or ""
 
     def _is_there(self, place: str, maker: int, what: str) -> bool:
         return not self._answer_of(what, maker, lambda: await_keys(self._store, [place], _LOOK, lambda: None))
@@ -122,7 +122,3 @@ class PlanHandover:
 
     def _answer_of(self, what: str, maker: int, action: Callable[[], T]) -> T:
         return self._rendezvous.query_store(what, [maker], action)
-
-
-def _decoded(text: bytes | None) -> str:
-    return "" if text is None else text.decode()

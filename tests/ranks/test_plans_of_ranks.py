@@ -237,7 +237,7 @@ assert len(set(keys)) == 13 and sum(there) <= 4 * world.size and there[-1], ther
 
 
 # Rank 2 takes no part in these programs and runs ahead, so that it makes the plans. It is slow to take the first one
-# back from the store, by `seconds` per key, and the others come for it one after the other.
+# back from the store, half a second for each key, and the others come for it one after the other.
 AHEAD = """
 class Slow:
     def __init__(self, store):
