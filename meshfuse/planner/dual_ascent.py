@@ -24,7 +24,7 @@ MOST_CELLS = 1 << 22
 _SWEEPS, MOST_SWEEPS, _MOST_EDGES = 8, 64, 80_000
 # From one look to the next the bound or the best value is to change by this part of it, or the number of labels to
 # become that part of what it was: what is left else is no matter of more sweeps.
-_ADVANCE, _FEWER = 1e-3, 0.8
+ADVANCE, _FEWER = 1e-3, 0.8
 # The part of the value by which a bound may be below it without more sweeps for the bound alone.
 _CLOSE = 0.01
 # How many bounds of the slack are tried: the closer, the more labels are eliminated together.
@@ -50,6 +50,11 @@ class Certified:
         """The part of the value by which a better assignment may cost less; 0 where this one is proven the best."""
         value = self.assignment.value
         return (value - self.bound) / abs(value) if value - self.bound > TOLERANCE * abs(value) else 0.0
+
+    def repriced(self, before: CostGraph, now: CostGraph) -> Certified:
+        """The same assignment at other costs: the bound is less by what may have become cheaper."""
+        labels = self.assignment.labels
+        return Certified(Assignment(labels, now.value(labels)), self.bound - before.most_above(now))
 
 
 def solve(
@@ -163,8 +168,8 @@ class _Ascent:
 def _advances(before: tuple[float, float, float], now: tuple[float, float, float]) -> bool:
     """Whether the bound, the best value or the number of labels has become better by some part."""
     bound, best, labels = now
-    rises = best - bound > _CLOSE * abs(best) and bound - before[0] > _ADVANCE * abs(bound)
-    return rises or before[1] - best > _ADVANCE * abs(best) or labels < _FEWER * before[2]
+    rises = best - bound > _CLOSE * abs(best) and bound - before[0] > ADVANCE * abs(bound)
+    return rises or before[1] - best > ADVANCE * abs(best) or labels < _FEWER * before[2]
 
 
 def _quantiles(values: Costs) -> Costs:

@@ -15,15 +15,15 @@ from ..mesh import DeviceMesh
 from ..placement.options import Choice, RunnerUp
 from ..sharding.layout import Split
 from ..sharding.value import Sharding
-from .dual_ascent import MOST_SWEEPS, TOLERANCE, Certified, solve
+from .dual_ascent import ADVANCE, MOST_SWEEPS, TOLERANCE, Certified, solve
 from .elimination import Assignment
 from .labels import Label, Spot
 from .prices import Prices
 from .program import Program
 from .reshard_costs import Atoms, AtomsOf, whole_axes
 
-# Times that a problem is solved at most; two suffice for most programs.
-_MOST_ROUNDS = 12
+# Times that a problem is solved again at most; once suffices for most programs.
+_MOST_ROUNDS = 11
 # Parts of axes that labels are made of at most: each has an op's factors to be on.
 _MOST_PARTS = 4
 # Sweeps in which one part of an axis is placed anew: a better assignment is found early or not at all.
@@ -48,18 +48,33 @@ class Optimum:
     gap: float | None
 
 
-def optimum(graph: Graph, default_mesh: DeviceMesh, parts: bool = False) -> Optimum:
-    """The best plan of a graph on the meshes that its annotations name, or on this one.
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """A program whose ops are on whole axes and whose equal layers are all alike, and its best assignment."""
 
-    parts: place the parts of axes one by one, too: 8 ranks as 2 x 2 x 2.
-    """
+    program: Program
+    found: Certified
+
+    def plan(self) -> Optimum:
+        """The plan of this assignment."""
+        return _decoded(self.program, self.found.assignment, self.found.gap)
+
+    def refined(self, parts: bool) -> Optimum:
+        """The plan whose first and last layers may be others.
+
+        parts: place the parts of axes one by one, too: 8 ranks as 2 x 2 x 2.
+        """
+        program, found = _with_ends(self.program, self.found)
+        if not parts:
+            return _decoded(program, found.assignment, found.gap)
+        return _decoded(*_with_parts(program, found, _among(_named_axes(program.graph), parts_of_axes)))
+
+
+def solved(graph: Graph, default_mesh: DeviceMesh) -> Solved:
+    """A graph's best assignment on the meshes that its annotations name, or on this one."""
     meshes = tuple(dict.fromkeys(note.mesh for note in graph.annotations.values())) or (default_mesh,)
-    named = _named_axes(graph)
-    program = Program(graph, meshes, Prices(whole_axes), _among(named, whole_axes))
-    program, found = _with_ends(program, _solved(program))
-    if not parts:
-        return _decoded(program, found.assignment, found.gap)
-    return _decoded(*_with_parts(program, found, _among(named, parts_of_axes)))
+    program = Program(graph, meshes, Prices(whole_axes), _among(_named_axes(graph), whole_axes))
+    return Solved(program, _solved(program))
 
 
 def _with_parts(program: Program, found: Certified, atoms_of: AtomsOf) -> tuple[Program, Assignment, float | None]:
@@ -102,14 +117,17 @@ def _among(named: frozenset[tuple[DeviceMesh, str]], atoms_of: AtomsOf) -> Atoms
 
 def _solved(program: Program, known: Sequence[Label] = (), sweeps: int = MOST_SWEEPS) -> Certified:
     """The best assignment, at prices that are exact for what it uses; `known` is a good one, if one is known."""
-    found = None
+    program.build()
+    found = solve(program.costs, known=program.assigned(known) if known else None, sweeps=sweeps)
     for _ in range(_MOST_ROUNDS):
-        program.build()
-        labels = program.chosen(found.assignment.labels) if found is not None else known
-        found = solve(program.costs, known=program.assigned(labels) if labels else None, sweeps=sweeps)
         if not program.prices.correct(program.used(found.assignment.labels)):
             break
-    assert found is not None
+        before, labels = program.costs, program.chosen(found.assignment.labels)
+        program.build()
+        now = found.repriced(before, program.costs)
+        if now.gap <= found.gap + (ADVANCE if found.gap else 0.0):
+            return now
+        found = solve(program.costs, known=program.assigned(labels), sweeps=sweeps)
     return found
 
 

@@ -245,7 +245,7 @@ class Program:
     def build(self) -> None:
         """Make the cost graph anew, at the prices of now. Variables are in program order: messages go along it."""
         self.costs, self.variables, self.shared = CostGraph(), {}, {}
-        self.limit = 2 * self._replicated()
+        self.limit = self.limit or 2 * self._replicated()
         reserved = {i: self._reserved(i) for i in self.inputs if i in self.tensors}
         for node in self.graph.nodes:
             if node.id in self.ops:
