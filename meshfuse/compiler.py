@@ -33,7 +33,7 @@ from .mesh import DeviceMesh
 from .planner.effort import Effort
 from .plans.plan_cache import planned
 from .plans.shape_reuse import PLANS
-from .propagation import Planner, ShardedDefinition, cheaper, ends, propagate
+from .propagation import Planner, Propagation, ShardedDefinition, cheaper, ends
 from .reshard.borders import Borders
 from .reshard.bucketing import bucket_collectives
 from .reshard.hoist_reshards import hoist_reshards
@@ -168,17 +168,16 @@ def _graph(recording: Recording, shapes: Mapping[int, tuple[int, ...]], scalars:
 def decided(graph: Graph, default_mesh: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
     """The best plan over all the forms in which the graph's ops may be written.
 
-    The forms are compared by their plans over whole axes. Parts of axes are placed in the best one, and in what the
-    user wrote.
+    The forms are compared by their plans over whole axes, equal layers all alike. The best one is then refined; where
+    that is over parts of axes, what the user wrote is, too.
     """
-    plan = functools.partial(propagate, default_mesh=default_mesh)
+    plan = Propagation(default_mesh)
     plain, best = _forms(graph, plan) if effort.rewrites else (plan(graph),) * 2
     for other in _rewritten(graph) if effort.rewrites else ():
         best = cheaper(best, _forms(other, plan)[1])
-    if not effort.in_parts(graph):
-        return best
-    plans = (plain,) if best is plain else (plain, best)
-    return functools.reduce(cheaper, [propagate(found.graph, default_mesh, parts=True) for found in plans], best)
+    parts = effort.in_parts(graph)
+    forms = (plain, best) if parts and best is not plain else (best,)
+    return functools.reduce(cheaper, [plan.refined(found.graph, parts) for found in forms])
 
 
 def _rewritten(graph: Graph) -> Iterator[Graph]:

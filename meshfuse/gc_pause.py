@@ -33,12 +33,12 @@ FROZEN = _Frozen()
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
     """In this context nothing is collected: looking for cycles would take a third of the time, and there are none."""
-    was_on = gc.isenabled()
+    was_on, before = gc.isenabled(), gc.get_count()[0]
     try:
         gc.disable()
         yield
         if was_on:
-            KEPT.add(gc.get_count()[0])  # all that was made since then and is still there
+            KEPT.add(max(0, gc.get_count()[0] - before))  # all that was made since then and is still there
             _age()
     finally:
         if was_on:

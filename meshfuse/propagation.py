@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from .graph import Graph
 from .mesh import DeviceMesh
 from .placement.options import Choice
-from .planner.optimum import optimum
-from .planner.repeated_layers import Folded, repeated_layers
+from .planner.optimum import Optimum, Solved, solved
 from .sharding.value import Sharding
 
 
@@ -70,34 +69,45 @@ def ends(sharded: ShardedDefinition) -> dict[int, Sharding]:
     return {i: sharded.shardings[i].reduced() for i in sharded.graph.outputs}
 
 
-def propagate(graph: Graph, default_mesh: DeviceMesh, parts: bool = False) -> ShardedDefinition:
-    """A sharding for every tensor and a placement for every op.
+class Propagation:
+    """Plans of the forms of one program, first over whole axes and with all equal layers alike.
 
     default_mesh: the mesh of a program in which no annotation names one.
-    parts: place the parts of axes one by one, too.
-
-    Programs of equal layers are planned by few of them (`planner.repeated_layers`): equal layers get equal plans.
     """
-    fold = repeated_layers(graph)
-    if fold is not None:
-        short = _planned(fold.short, default_mesh, parts)
-        if fold.is_steady(short.choices):
-            return _written_out(fold, short)
-    return _planned(graph, default_mesh, parts)
+
+    def __init__(self, default_mesh: DeviceMesh):
+        self.default_mesh = default_mesh
+        self._solved: dict[int, Solved] = {}  # by identity of graphs, which stay alive in it
+
+    def __call__(self, graph: Graph) -> ShardedDefinition:
+        return _sharded(graph, self._of(graph).plan())
+
+    def refined(self, graph: Graph, parts: bool) -> ShardedDefinition:
+        """The plan in which the first and the last of equal layers may differ (`planner.equal_layers`).
+
+        parts: place the parts of axes one by one, too.
+        """
+        return _sharded(graph, self._of(graph).refined(parts))
+
+    def _of(self, graph: Graph) -> Solved:
+        if id(graph) not in self._solved:
+            self._solved[id(graph)] = solved(graph, self.default_mesh)
+        return self._solved[id(graph)]
 
 
-def _planned(graph: Graph, default_mesh: DeviceMesh, parts: bool) -> ShardedDefinition:
-    found = optimum(graph, default_mesh, parts)
+def _sharded(graph: Graph, found: Optimum) -> ShardedDefinition:
     sharded = ShardedDefinition(graph, found.choices, found.shardings, found.gap)
     sharded.verify()
     return sharded
 
 
-def _written_out(layers: Folded, short: ShardedDefinition) -> ShardedDefinition:
-    """The plan of a program of repeated layers, from that of the same program with most layers left out."""
-    found = ShardedDefinition(layers.whole, *layers.written_out(short.choices, short.shardings), short.gap)
-    found.verify()
-    return found
+def propagate(graph: Graph, default_mesh: DeviceMesh, parts: bool = False) -> ShardedDefinition:
+    """A sharding for every tensor and a placement for every op.
+
+    default_mesh: the mesh of a program in which no annotation names one.
+    parts: place the parts of axes one by one, too.
+    """
+    return Propagation(default_mesh).refined(graph, parts)
 
 
 # The part of a step that another way to write it must save: less is not worth a program that is not as it was written.

@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 _CASES = 3
 # Left out of it: tests of real ranks, and those that search for plans and compare them, which takes minutes.
 _LONG = (
-    "/ranks/", "/test_disagreements.py", "/test_exact_planner.py", "/test_exhaustive.py", "/test_folding.py",
+    "/ranks/", "/test_disagreements.py", "/test_exact_planner.py", "/test_exhaustive.py", "/test_equal_layers.py",
     "/test_free_outputs.py", "/test_gathered_weights.py", "/test_grids.py", "/test_growth.py", "/test_halos.py",
     "/test_nearby.py", "/test_parts.py", "/test_picked.py", "/test_pinned.py", "/test_pins.py", "/test_places.py",
     "/test_random_gradients.py", "/test_random_programs.py", "/test_rolls.py", "/test_searches.py",
@@ -85,6 +85,7 @@ def forms_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every form that there is gets taken, whatever it costs."""
     seconds = property(lambda done: -float(len(done.graph.nodes)))
     monkeypatch.setattr("meshfuse.propagation.ShardedDefinition.seconds", seconds)
+    monkeypatch.setattr("meshfuse.compiler.cheaper", lambda found, other: found)
 
 
 @pytest.fixture
@@ -109,5 +110,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return next((scope for part, scope in _TOGETHER.items() if part in nodeid), nodeid)
+
+        def _pending_of(self, workload: dict[str, dict[str, bool]]) -> int:
+            """Without what has ended: it would be counted again after each test, which costs a worker's half minute."""
+            for scope in [scope for scope, tests in workload.items() if all(tests.values())]:
+                del workload[scope]
+            return super()._pending_of(workload)
 
     return Scheduling(config, log)

@@ -39,6 +39,8 @@ class Moved:
             out = self.after[0](fd, z)
             fd.add_output(out)
             fd.mesh_split(x, LINE, list(self.source))
+            if y.type.shape == x.type.shape:
+                fd.mesh_split(y, LINE, list(self.source))
             for t in (z, out):
                 fd.mesh_split(t, LINE, list(self.target)[: t.ndim])
         return fd

@@ -1,8 +1,8 @@
 """The best plan of a small program by trying every placement of every op, to hold planning to.
 
 A placement puts each axis of the mesh, whole, on one of the op's factors or on none; sums may stay unreduced as long as
-ops carry them, and one that nobody places is left scattered over a dim or reduced. A plan costs the seconds of its moves
-and of its computation. Parts of plans that cost more than the best one so far are not gone on with.
+ops carry them, and one that nobody places is left scattered over a dim or reduced. A plan costs the seconds of its
+moves and of its computation. Parts of plans that cost more than the best one so far are not gone on with.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ class Exhaustive:
         if self._seen.get(state, math.inf) <= cost:
             return
         self._seen[state] = cost
-        for more, work, then in sorted(
-            self._ways(self.graph.nodes[at], shardings), key=lambda way: way[0] + way[1]
-        ):
+        for more, work, then in sorted(self._ways(self.graph.nodes[at], shardings), key=lambda way: way[0] + way[1]):
             if cost + more + work >= self.limit:
                 return
             self._go_on(at + 1, moving + more, computing + work, self._read_later(at, then))

@@ -70,9 +70,32 @@ def both(
     reference: Build,
     operands: Sequence[torch.Tensor],
     annotate: Annotate = lambda *_: None,
+    kept: dict[str, mf.FusionDefinition] | None = None,
+    name: str = "",
 ) -> Gradients:
-    """The gradients of a function that is built on a definition from its operands, and of the same in torch."""
+    """The gradients of a function that is built on a definition from its operands, and of the same in torch.
+
+    kept: where the function's definition is kept under its name, for operands of the same types.
+    """
     seeds, weights, first, second = _by_torch(reference, operands)
+    fd = kept.get(name) if kept is not None else None
+    if fd is None:
+        fd = _definition(build, operands, seeds, weights, annotate)
+    if kept is not None:
+        kept[name] = fd
+    found = fd.simulate([*operands, *seeds, *weights])
+    pairs = [Pair(a, b.detach()) for a, b in zip(found, [*first, *second], strict=True)]
+    return Gradients(pairs[: len(first)], pairs[len(first) :])
+
+
+def _definition(
+    build: Build,
+    operands: Sequence[torch.Tensor],
+    seeds: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    annotate: Annotate,
+) -> mf.FusionDefinition:
+    """The first and the second gradients, which are of the sums of results and first gradients times these."""
     fd = mf.FusionDefinition()
     tensors = [defined(fd, t) for t in operands]
     results = build(fd, *tensors)
@@ -82,6 +105,4 @@ def both(
     for grad in (*once, *fd.grad(once, [*wrt, *given], wanted)):
         fd.add_output(grad)
     annotate(fd, tensors)
-    found = fd.simulate([*operands, *seeds, *weights])
-    pairs = [Pair(a, b.detach()) for a, b in zip(found, [*first, *second], strict=True)]
-    return Gradients(pairs[: len(first)], pairs[len(first) :])
+    return fd

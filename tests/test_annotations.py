@@ -157,7 +157,7 @@ READERS: dict[str, Callable[[mf.FusionDefinition, mf.TensorView], mf.TensorView]
 
 @pytest.mark.parametrize("reader", READERS)
 def test_a_reader_takes_what_is_annotated_from_there(reader: str) -> None:
-    """It would be as well off with where its operand was, but an annotation binds: the tensor is moved there and back."""
+    """It would be as well off with where its operand was, but an annotation binds: it is moved there and back."""
     mesh = mf.DeviceMesh((4,), ("tp",))
     for output in (False, True):
         with mf.FusionDefinition() as fd:

@@ -108,7 +108,9 @@ def test_an_entry_names_the_reader_and_the_annotations_behind_it() -> None:
     assert gather.held_by == (f'w (t1), annotated at {HERE}:{at["w"]}: fd.mesh_split(w, mesh, ["tp", None])',)
     assert gather.needed_by == (f'x (t0), annotated at {HERE}:{at["x"]}: fd.mesh_split(x, mesh, ["tp", None])',)
     moved = next(entry for entry in made.entries if entry is not gather)
-    assert (moved.collective, moved.op) == ("all-to-all", "y (t3) = relu") and moved.needed_by[0].startswith("y (t3), annotated at")
+    assert (moved.collective, moved.op) == ("all-to-all", "y (t3) = relu") and moved.needed_by[0].startswith(
+        "y (t3), annotated at"
+    )
 
 
 SPECS = {"x": '["tp", None]', "w": '["tp", None]', "y": '[None, "tp"]'}

@@ -61,18 +61,20 @@ def test_the_bill_is_at_its_best_and_what_ranks_send(name: str) -> None:
     assert_unchanged(f"bills/{name}", fd)
 
 
-@pytest.mark.parametrize(("name", "fast"), ON_LINKS)
-def test_programs_on_axes_of_unequal_speed(name: str, fast: int) -> None:
+@pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in ON_LINKS))
+def test_programs_on_axes_of_unequal_speed(name: str) -> None:
     """The plan for the links is no slower on them than the one that counts bytes, sends what it says, and is right."""
     plain = programs.PROGRAMS[name].define(programs.SMALL)
-    linked = on_links(name, fast)
     inputs = counting.random_inputs(plain)
-    assert counting.executed_bytes(linked, inputs) == linked.bill().total
-    for ours, theirs in zip(linked.simulate(inputs, check_replicas=True), plain.simulate(inputs), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
-    mesh = linked.compile().resharded.values[0].sharding.mesh
-    assert linked.bill().seconds <= seconds_on(plain, mesh) * 1.0001
-    assert_unchanged(f"links/{name}-{fast}", linked)
+    expected = plain.simulate(inputs)
+    for fast in [fast for other, fast in ON_LINKS if other == name]:
+        linked = on_links(name, fast)
+        assert counting.executed_bytes(linked, inputs) == linked.bill().total
+        for ours, theirs in zip(linked.simulate(inputs, check_replicas=True), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+        mesh = linked.compile().resharded.values[0].sharding.mesh
+        assert linked.bill().seconds <= seconds_on(plain, mesh) * 1.0001
+        assert_unchanged(f"links/{name}-{fast}", linked)
 
 
 def seconds_on(fd: mf.FusionDefinition, mesh: mf.DeviceMesh) -> float:

@@ -20,7 +20,9 @@ def sums(sizes: list[int], axes: list[str], dtypes: list[mf.DataType]) -> mf.Fus
         for n, axis, dtype in zip(sizes, axes, dtypes, strict=True):
             x = fd.define_tensor([4, n], dtype=dtype)
             fd.mesh_split(x, MESH, [axis, None])
-            fd.add_output(fd.ops.sum(x, [0]))
+            made = fd.ops.sum(x, [0])
+            fd.mesh_split(made, MESH, [None])
+            fd.add_output(made)
     return fd
 
 

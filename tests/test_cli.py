@@ -254,7 +254,7 @@ fd.mesh_split(x, mf.DeviceMesh((2,), ("tp",)), ["tp", None])
 fd.simulate([torch.zeros(6, 4)])
 """
     assert main(["bill", write(tmp_path, text)]) == 0
-    assert "all-reduce" in capsys.readouterr().out
+    assert "reduce-scatter" in capsys.readouterr().out
 
 
 def test_a_definition_with_open_shapes_that_never_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -328,12 +328,12 @@ def test_a_rewritten_graph_keeps_its_tensors_and_explains_them() -> None:
     fd = _rewritten()
     compiled = fd.compile((12, 10))
     made = [i for node in compiled.graph.nodes for i in node.outputs]
-    assert len(made) == len(set(made)) and len(made) + 1 == len(compiled.graph.tensors)
+    assert len(made) == len(set(made)) and len(made) < len(compiled.graph.tensors)
     assert [tensor.id for tensor in compiled.graph.tensors] == list(range(len(compiled.graph.tensors)))
     assert len(compiled.graph.nodes) > 4
     labels = [line.split("  ")[0] for line in fd.explain().splitlines()[2:]]
     assert labels[:6] == ["x (t0)", "doubled (t1)", "summed (t2)", "t3", "t4", "shifted (t5)"]
-    assert labels[6:] == [f"t{i}" for i in range(6, len(compiled.graph.tensors))]
+    assert labels[6:] == [f"t{i}" for i in sorted(made) if i > 5]
     known = {0}
     for node in compiled.graph.nodes:
         assert known.issuperset(node.inputs)

@@ -112,26 +112,26 @@ def test_numbers_of_a_program_whose_weights_are_gathered() -> None:
     assert_same_as_unsharded(stack.fd, [x, *(w.detach() for w in weights)], found)
 
 
-@pytest.mark.parametrize("width, part", [(1024, 1.0), (2048, 0.9)])
-def test_weights_are_left_where_they_outgrow_rows(width: int, part: float) -> None:
+# Below, bytes are those of plans in which every op is placed after the one before it, for the least that it then takes.
+
+
+@pytest.mark.parametrize("width, nbytes", [(1024, 367_001_606), (2048, 0.9 * 1_337_982_982)])
+def test_weights_are_left_where_they_outgrow_rows(width: int, nbytes: float) -> None:
     """Gathered over dp they would be more than the rows of all groups."""
-    once, ours = (Stack(8, 4, 512, width, mesh=TALL, fsdp=True, search=how).fd for how in ("fast", "auto"))
-    assert ours.bill().total <= part * once.bill().total
+    assert Stack(8, 4, 512, width, mesh=TALL, fsdp=True).fd.bill().total <= nbytes
 
 
-@pytest.mark.parametrize("rows", [("dp", "tp", None), ("dp", None, "tp")])
-def test_weights_are_gathered_where_rows_that_are_split_outgrow_them(rows: Rows) -> None:
+@pytest.mark.parametrize("rows, nbytes", [(("dp", "tp", None), 635_437_063), (("dp", None, "tp"), 934_723_591)])
+def test_weights_are_gathered_where_rows_that_are_split_outgrow_them(rows: Rows, nbytes: int) -> None:
     """Rows are then gathered for weights, and sums scattered: as much as if rows were whole and sums reduced."""
-    once, ours = (Stack(5, 8, 2048, 1024, rows=rows, search=how).fd for how in ("fast", "auto"))
-    assert ours.bill().total <= 0.8 * once.bill().total
+    assert Stack(5, 8, 2048, 1024, rows=rows).fd.bill().total <= 0.8 * nbytes
 
 
 def test_weights_are_gathered_over_one_axis_of_two_where_the_other_takes_less() -> None:
     """Rows and weights lie over both axes. To gather rows over tp takes less than the large weights of an MLP."""
     both = ("dp", "tp")
-    once, ours = (Stack(5, 8, 512, 1024, rows=(both, None, None), weights=(both, None), search=how).fd
-                  for how in ("fast", "auto"))  # fmt: skip
-    assert ours.bill().total <= 0.75 * once.bill().total
+    fd = Stack(5, 8, 512, 1024, rows=(both, None, None), weights=(both, None)).fd
+    assert fd.bill().total <= 0.75 * 440_401_927
 
 
 def stored_in_parts(layers: int) -> Fd:

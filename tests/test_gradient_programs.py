@@ -301,7 +301,7 @@ def test_the_backward_of_a_sharded_cross_entropy_is_local() -> None:
 
 def test_gradients_of_several_readers_are_added_before_they_are_reduced() -> None:
     """dq, dk and dv by the input are three unreduced sums; the residual's is none and is added last."""
-    fd, mesh = mf.FusionDefinition(), mf.DeviceMesh((4,), ("tp",))
+    fd, mesh = mf.FusionDefinition(), mf.DeviceMesh((4,), ("tp",), links="dgx-h100")
     x, seed = fd.define_tensor([64, 128]), fd.define_tensor([64, 128])
     weights = [fd.define_tensor([128, 128]) for _ in range(4)]
     q, k, v = (fd.ops.linear(x, w) for w in weights[:3])

@@ -66,7 +66,10 @@ def test_random_programs_of_doubled_sizes_are_what_torch_computes() -> None:
             return  # The program says a size that it has now another of.
         assert_same_as_unsharded(fd, large, interpret(fd, large))
 
-    check()
+    for _ in range(4):  # How many of the programs drawn give a reference is left to chance.
+        check()
+        if sum(taken) >= 20:
+            break
     assert sum(taken) >= 20
 
 

@@ -88,7 +88,7 @@ CASES: list[tuple[str, Made, str, str]] = [
     ("sum", lambda fd, x: fd.ops.sum(x, 1), "reduced by sum", "all-reduce"),
     ("max", lambda fd, x: fd.ops.max(x, 1), "reduced by max", "all-reduce"),
     ("matmul", lambda fd, x: fd.ops.matmul(x, fd.define_tensor([512, 64])), "reduced by sum", "all-reduce"),
-    ("cumsum", lambda fd, x: fd.ops.sum(fd.ops.cumsum(x, 1), 1), "in parts", "all-to-all|all-reduce"),
+    ("cumsum", lambda fd, x: fd.ops.sum(fd.ops.cumsum(x, 1), 1), "in parts", "all-to-all|all-reduce|all-gather"),
     ("argsort", lambda fd, x: fd.ops.argsort(x, 1), "whole", "all-gather|all-to-all"),
     ("slice", lambda fd, x: fd.ops.slice(x, [0, 2], [64, 500]), "windows", "window"),
 ]

@@ -404,7 +404,7 @@ def test_a_full_disk_gives_a_warning(cache, planning):
 @pytest.mark.parametrize("stored", [False, True])
 def test_whatever_the_system_refuses_planning_goes_on(cache, monkeypatch, stored):
     """At any moment: the plan is the same, nothing half written stays, and the next start uses the cache again."""
-    files = ("/planner/plan_", "/planner/process_lock.py", "/disk_cache.py")
+    files = ("/plans/plan_", "/plans/process_lock.py", "/disk_cache.py")
     warnings.simplefilter("ignore")
     right = decided(product())
     if not stored:
@@ -427,7 +427,7 @@ def test_whatever_the_system_refuses_planning_goes_on(cache, monkeypatch, stored
 def test_a_meshfuse_without_files_keeps_no_plans(cache, planning, monkeypatch):
     """In a zip archive, another's plans would differ from its own by the version alone."""
     forget()
-    monkeypatch.setattr(plan_cache, "__file__", "/no/such.zip/meshfuse/planner/plan_cache.py")
+    monkeypatch.setattr(plan_cache, "__file__", "/no/such.zip/meshfuse/plans/plan_cache.py")
     with pytest.warns(disk_cache.CacheWarning, match="own files cannot be read: .* as in a zip archive"):
         decided(scans())
     decided(scans())
@@ -483,7 +483,7 @@ def test_a_killed_writer_leaves_nothing_that_is_read(cache, planning):
 
 
 KEPT = (
-    "/dominance.py",
+    "/dual_ascent.py",
     "/disk_cache.py",
     "/whole_files.py",
     "/file_locks.py",

@@ -13,7 +13,7 @@ from hypothesis.errors import NoSuchExample
 
 import meshfuse as mf
 from interpreter import has_reference, interpret
-from laws import LAWS, Law, annotated_with_all, annotated_with_one
+from laws import LAWS, WORLD, Law, annotated_with_all, annotated_with_one, propagate
 from meshfuse.ops import OPS
 from meshfuse.plans.plan_cost import plan_cost
 from meshfuse.propagation import ShardedDefinition
@@ -54,7 +54,7 @@ def test_a_random_program_is_what_torch_computes_and_propagation_keeps_its_laws(
         assert_same_as_unsharded(fd, inputs, interpret(fd, inputs) if has_reference(fd) else None)
         compiled = fd.latest()
         keeps_annotations(fd, compiled.sharded)
-        law(compiled.planned, number)
+        law(propagate(compiled.planned.graph, WORLD), number)
 
     check()
 

@@ -254,7 +254,18 @@ class _Planner:
     def _annotate_activations(self, made: Translator) -> None:
         for node, spec in self.activations.items():
             view = made.values[node]
-            self._annotate(made.fd, view, _for_ndim(spec, view.ndim))
+            self._annotate(made.fd, view, self._whole_spec(spec, self.sizes.shape(node.meta["val"])))
+
+    def _whole_spec(self, spec: Spec, shape: Sequence[int]) -> Spec:
+        """A spec for a result; torch's SequenceParallel names one dim alone, and rows of the batch stay where they are.
+
+        An annotation binds: a dim that it leaves out is whole.
+        """
+        if not spec or spec[0] != "sequence":
+            return spec
+        _, dim, axis = spec
+        size, rows = self.setting.batch or (None, None)
+        return tuple(axis if d == dim else rows if d == 0 and n == size else None for d, n in enumerate(shape))
 
     def _results(self) -> list[tuple[Node, Source]]:
         return [(node, source) for node, source in self.graph.of_kind("result") if node is not None]
@@ -313,11 +324,3 @@ def _is_float(node: Node) -> bool:
 def _sayable(sharding: Sharding, node: Node, sizes: Sizes) -> bool:
     """Whether DTensor can say a sharding: results are returned as such."""
     return placements_of(sharding, sizes.shape(node.meta["val"])) is not None
-
-
-def _for_ndim(spec: Spec, ndim: int) -> Spec:
-    """A spec for a result of so many dims; torch's SequenceParallel names one dim alone."""
-    if spec and spec[0] == "sequence":
-        _, dim, axis = spec
-        return tuple(axis if d == dim else None for d in range(ndim))
-    return spec

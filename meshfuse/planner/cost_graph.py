@@ -81,6 +81,10 @@ class Edge(Protocol):
         """The same between variables of other numbers."""
         ...
 
+    def tables(self) -> tuple[Costs, ...]:
+        """The costs of which each pair's is the least."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Between:
@@ -106,6 +110,9 @@ class Between:
     def table(self) -> Costs:
         return self.costs[self.first.of][:, self.second.of]
 
+    def tables(self) -> tuple[Costs, ...]:
+        return (self.costs,)
+
 
 @dataclass(frozen=True, slots=True)
 class Same:
@@ -129,6 +136,9 @@ class Same:
 
     def table(self) -> Costs:
         return np.where(self.first.of[:, None] == self.second.of[None, :], 0.0, self.penalty)
+
+    def tables(self) -> tuple[Costs, ...]:
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +175,9 @@ class FromEither:
         ways = [costs[source.of] for costs, source in zip(self.costs, self.sources, strict=True)]
         return np.minimum(*ways)[:, self.second.of]
 
+    def tables(self) -> tuple[Costs, ...]:
+        return self.costs
+
 
 @dataclass(frozen=True, slots=True)
 class Dense:
@@ -184,6 +197,13 @@ class Dense:
 
     def table(self) -> Costs:
         return self.costs
+
+    def tables(self) -> tuple[Costs, ...]:
+        return (self.costs,)
+
+
+def _most(differences: Costs) -> float:
+    return max(float(differences.max(initial=0.0)), 0.0)
 
 
 @dataclass(slots=True)
@@ -211,6 +231,13 @@ class CostGraph:
         one = [np.array([label]) for label in labels]
         alone = sum(float(costs[label]) for costs, label in zip(self.costs, labels, strict=True))
         return alone + sum(float(e.only(one[e.sides[0]], one[e.sides[1]]).table()[0, 0]) for e in self.edges)
+
+    def most_above(self, other: CostGraph) -> float:
+        """By how much an assignment may cost more than in a graph of the same labels at other costs, at most."""
+        alone = [_most(mine - its) for mine, its in zip(self.costs, other.costs, strict=True)]
+        pairs = zip(self.edges, other.edges, strict=True)
+        both = [[_most(a - b) for a, b in zip(mine.tables(), its.tables(), strict=True)] for mine, its in pairs]
+        return sum(alone) + sum([max(each, default=0.0) for each in both])
 
     def sides(self) -> list[tuple[int, int]]:
         """The neighbours, in pairs."""

@@ -16,15 +16,23 @@ from .cost_graph import CostGraph, Costs, Numbers
 from .elimination import Assignment, Order, eliminate, elimination_order
 from .reduction import reduced
 
-# Cells of the largest table that is made: 8 MB of float64. Whoever has less memory may lower it; a plan that is then
-# no longer proven says so.
-MOST_CELLS = 1 << 20
-# Sweeps before labels are looked at again, and in all: a plan that is not proven by then has a gap, which is stated.
-_SWEEPS, _MOST_SWEEPS = 8, 128
+# Cells of all tables of one elimination, some hundredths of a second and 32 MB. Whoever has less time or memory may
+# lower it; a plan that is then no longer proven says so.
+MOST_CELLS = 1 << 22
+# Sweeps before labels are looked at again, and in all; edges of these sweeps in all, some seconds. A plan that is not
+# proven by then has a gap, which is stated.
+_SWEEPS, MOST_SWEEPS, _MOST_EDGES = 8, 64, 80_000
+# From one look to the next the bound or the best value is to change by this part of it, or the number of labels to
+# become that part of what it was: what is left else is no matter of more sweeps.
+ADVANCE, _FEWER = 1e-3, 0.8
+# The part of the value by which a bound may be below it without more sweeps for the bound alone.
+_CLOSE = 0.01
+# How many bounds of the slack are tried: the closer, the more labels are eliminated together.
+_LEVELS = 16
 # So many labels of every variable are tried together.
 _FEW = 12
 # The part of the value by which costs count as equal.
-TOLERANCE = 1e-9
+TOLERANCE = 1e-12
 
 
 NONE = Assignment((), np.inf)
@@ -43,24 +51,33 @@ class Certified:
         value = self.assignment.value
         return (value - self.bound) / abs(value) if value - self.bound > TOLERANCE * abs(value) else 0.0
 
+    def repriced(self, before: CostGraph, now: CostGraph) -> Certified:
+        """The same assignment at other costs: the bound is less by what may have become cheaper."""
+        labels = self.assignment.labels
+        return Certified(Assignment(labels, now.value(labels)), self.bound - before.most_above(now))
 
-def solve(graph: CostGraph, most_cells: int = MOST_CELLS, known: Assignment | None = None) -> Certified:
+
+def solve(
+    graph: CostGraph, most_cells: int = MOST_CELLS, known: Assignment | None = None, sweeps: int = MOST_SWEEPS
+) -> Certified:
     """The assignment that costs least, with its proof; one with a gap where its tables would be too large.
 
     known: a good assignment: labels that are in no better one are dropped sooner.
+    sweeps: how many are made at most; few suffice for a better assignment than a known one, if not for its proof.
     """
     small = reduced(graph)
-    found = _solved(small.core, most_cells, None if known is None else [known.labels[v] for v in small.kept])
+    labels = None if known is None else [known.labels[v] for v in small.kept]
+    found = _solved(small.core, most_cells, labels, sweeps)
     best = Assignment(small.whole(found.assignment.labels), found.assignment.value + small.constant)
     return Certified(best, found.bound + small.constant)
 
 
-def _solved(core: CostGraph, most_cells: int, known: Sequence[int] | None) -> Certified:
+def _solved(core: CostGraph, most_cells: int, known: Sequence[int] | None, sweeps: int) -> Certified:
     order = elimination_order(core.sizes(), core.sides())
     if order.cells <= most_cells:
         best = eliminate(core, order)
         return Certified(best, best.value)
-    return _Ascent(core, most_cells, Assignment(tuple(known), core.value(known)) if known else NONE).run()
+    return _Ascent(core, most_cells, Assignment(tuple(known), core.value(known)) if known else NONE).run(sweeps)
 
 
 class _Ascent:
@@ -73,8 +90,10 @@ class _Ascent:
         self.best = known
         self.bound = -np.inf
 
-    def run(self) -> Certified:
-        for _ in range(_MOST_SWEEPS // _SWEEPS):
+    def run(self, most: int) -> Certified:
+        """The best assignment after at most so many sweeps, and the bound."""
+        sweeps, before = min(most, _MOST_EDGES // max(len(self.graph.edges), 1)), (-np.inf, np.inf, np.inf)
+        for _ in range(max(sweeps // _SWEEPS, 1)):
             for _ in range(_SWEEPS):
                 self.messages.sweep()
             bound = self.messages.bound()
@@ -84,6 +103,9 @@ class _Ascent:
             self.bound = max(self.bound, min(bound + within, self.best.value))
             if self._is_closed():
                 return Certified(self.best, self.best.value)
+            before, now = (bound, self.best.value, sum(self.graph.sizes())), before
+            if not _advances(now, before):
+                break
             self._drop(slacks, self.best.value - bound)
         return Certified(self.best, self.bound)
 
@@ -96,7 +118,7 @@ class _Ascent:
         Returns by how much every other assignment exceeds the bound at least.
         """
         self._round(slacks)
-        levels = np.unique(np.concatenate(slacks))
+        levels = _quantiles(np.unique(np.concatenate(slacks)))
         ordered = [np.sort(slack) for slack in slacks]
         low, high, order = 0, len(levels), None
         while low < high:
@@ -143,6 +165,19 @@ class _Ascent:
         self.graph, self.messages = self.graph.only(kept), self.messages.only(kept)
 
 
+def _advances(before: tuple[float, float, float], now: tuple[float, float, float]) -> bool:
+    """Whether the bound, the best value or the number of labels has become better by some part."""
+    bound, best, labels = now
+    rises = best - bound > _CLOSE * abs(best) and bound - before[0] > ADVANCE * abs(bound)
+    return rises or before[1] - best > ADVANCE * abs(best) or labels < _FEWER * before[2]
+
+
+def _quantiles(values: Costs) -> Costs:
+    """Some of these sorted values, most of them low ones: the tables grow fast with the number of labels."""
+    places = np.unique(np.geomspace(1, len(values), _LEVELS).astype(np.int64) - 1)
+    return values[places]
+
+
 class Messages:
     """What edges have given to the labels of their two sides: an edge's own costs are less by both."""
 
@@ -153,6 +188,9 @@ class Messages:
         for number, edge in enumerate(graph.edges):
             for side, v in enumerate(edge.sides):
                 self.at[v].append((number, side))
+        # Of these, the edges to variables before this one, and to those after it.
+        self.sides = [tuple([[at for at in near if (graph.edges[at[0]].sides[1 - at[1]] > v) == after]
+                             for after in (False, True)]) for v, near in enumerate(self.at)]  # fmt: skip
 
     def only(self, kept: Sequence[Numbers]) -> Messages:
         """The messages about some of the labels."""
@@ -167,20 +205,21 @@ class Messages:
 
     def sweep(self) -> None:
         """Once forward and once back."""
-        for v in range(len(self.at)):
-            self._pass(v, [at for at in self.at[v] if self._other(*at) > v])
-        for v in reversed(range(len(self.at))):
-            self._pass(v, [at for at in self.at[v] if self._other(*at) < v])
+        for v, (before, after) in enumerate(self.sides):
+            self._pass(v, before, after)
+        for v in reversed(range(len(self.sides))):
+            before, after = self.sides[v]
+            self._pass(v, after, before)
 
-    def _other(self, edge: int, side: int) -> int:
-        return self.graph.edges[edge].sides[1 - side]
+    def _pass(self, v: int, behind: Sequence[tuple[int, int]], ahead: Sequence[tuple[int, int]]) -> None:
+        """Take from the edges behind what they cost at least, and hand all on in equal parts to those ahead.
 
-    def _pass(self, v: int, ahead: Sequence[tuple[int, int]]) -> None:
-        """Take from all edges of a variable what they cost at least, and hand it on in equal parts to those ahead."""
-        for edge, side in self.at[v]:
+        From those ahead it was taken when the sweep last came by, and their other sides have not changed since.
+        """
+        for edge, side in behind:
             self.sent[edge][side] = self.graph.edges[edge].passed(-self.sent[edge][1 - side], back=side == 0)
         if ahead:
-            part = self._belief(v) / max(len(ahead), len(self.at[v]) - len(ahead))
+            part = self._belief(v) / max(len(ahead), len(behind))
             for edge, side in ahead:
                 self.sent[edge][side] -= part
 

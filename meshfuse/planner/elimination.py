@@ -35,7 +35,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """In which order variables are eliminated; `cells` is the size of the largest table."""
+    """In which order variables are eliminated; `cells` are those of all tables together."""
 
     steps: tuple[Step, ...]
     cells: int
@@ -53,12 +53,12 @@ def elimination_order(sizes: Sequence[int], sides: Iterable[tuple[int, int]]) ->
             near[b].add(a)
     queue = [(*_table(sizes, near, v), v) for v in range(len(sizes))]
     heapq.heapify(queue)
-    steps, cells, done = list[Step](), 1, [False] * len(sizes)
+    steps, cells, done = list[Step](), 0, [False] * len(sizes)
     while queue:
         *size, v = heapq.heappop(queue)
         if done[v] or tuple(size) != _table(sizes, near, v):
             continue
-        done[v], cells = True, max(cells, size[0])
+        done[v], cells = True, cells + size[0]
         steps.append(Step(v, tuple(sorted(near[v]))))
         for other in near[v]:
             near[other] |= near[v]

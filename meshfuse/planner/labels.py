@@ -32,6 +32,11 @@ class Spot(NamedTuple):
     order: tuple[int, ...]
 
 
+def nowhere(rule: Rule, atoms: Atoms) -> Spot:
+    """All atoms on nothing."""
+    return Spot((WHOLE,) * len(rule.factors), (None,) * len(atoms), tuple(range(len(atoms))))
+
+
 class Label(NamedTuple):
     """A placement of an op; `spot` is None for a window."""
 
@@ -64,13 +69,17 @@ def axis_labels(
     kinds = (FactorKind.BLOCK, FactorKind.REDUCE) if reductions else (FactorKind.BLOCK,)
     free = tuple(f for f, factor in enumerate(rule.factors) if factor.kind not in kinds)
     each = (_enumerated(call, rule, mesh, atoms, start, free, near) for start in dict.fromkeys(starts))
-    return distinct(itertools.chain.from_iterable(each))
+    found = distinct(itertools.chain.from_iterable(each))
+    # Layouts of reductions that no placement can have are left out.
+    return found if found or not reductions else axis_labels(call, rule, mesh, atoms, special, (), near)
 
 
 def _with_reductions(rule: Rule, start: Layouts, reductions: tuple[Layout, ...]) -> Layouts:
     given = iter(reductions)
-    is_reduced = [factor.kind is FactorKind.REDUCE for factor in rule.factors]
-    return tuple([next(given) if reductions and r else layout for r, layout in zip(is_reduced, start, strict=True)])
+    return tuple([
+        lay.canonical(next(given), factor.size) if reductions and factor.kind is FactorKind.REDUCE else layout
+        for factor, layout in zip(rule.factors, start, strict=True)
+    ])  # fmt: skip
 
 
 def distinct(labels: Iterable[Label]) -> tuple[Label, ...]:

@@ -7,8 +7,7 @@ closed forms; those that the answer uses are then worked out exactly, and the pr
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..graph import Graph, Node
@@ -16,7 +15,7 @@ from ..mesh import DeviceMesh
 from ..placement.options import Choice, RunnerUp
 from ..sharding.layout import Split
 from ..sharding.value import Sharding
-from .dual_ascent import TOLERANCE, Certified, solve
+from .dual_ascent import ADVANCE, MOST_SWEEPS, TOLERANCE, Certified, solve
 from .elimination import Assignment
 from .labels import Label, Spot
 from .prices import Prices
@@ -24,12 +23,14 @@ from .program import Program
 from .reshard_costs import Atoms, AtomsOf, whole_axes
 from .stationary import check_stationary
 
-# Times that a problem is solved at most; two suffice for most programs.
-_MOST_ROUNDS = 12
+# Times that a problem is solved again at most; once suffices for most programs.
+_MOST_ROUNDS = 11
 # Parts of axes that labels are made of at most: each has an op's factors to be on.
 _MOST_PARTS = 4
+# Sweeps in which one part of an axis is placed anew: a better assignment is found early or not at all.
+_FEW_SWEEPS = 16
 # Labels of all ops together that are considered at once.
-_MOST_LABELS = 1_500
+_MOST_LABELS = 1_800
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,9 @@ class Optimum:
     """A choice for every op, where tensors are, the seconds of the plan, and its gap.
 
     `gap` is the part of the seconds by which a plan of other placements may take less; None where not all that there
-    are were considered at once. Both are at the prices of the last round. Reshards that the plan does not use are
-    priced in closed form, which for some is dearer than their cheapest path: the proof is of these prices.
+    are were considered at once. Of equal layers, plans in which these are equal are considered. Both are at the prices
+    of the last round. Reshards that the plan does not use are priced in closed form, which for some is dearer than
+    their cheapest path: the proof is of these prices.
     """
 
     choices: tuple[Choice, ...]
@@ -47,30 +49,58 @@ class Optimum:
     gap: float | None
 
 
-def optimum(graph: Graph, default_mesh: DeviceMesh, parts: bool = False) -> Optimum:
-    """The best plan of a graph on the meshes that its annotations name, or on this one.
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """A program whose ops are on whole axes and whose equal layers are all alike, and its best assignment."""
 
-    parts: place the parts of axes one by one, too: 8 ranks as 2 x 2 x 2.
-    """
+    program: Program
+    found: Certified
+
+    def plan(self) -> Optimum:
+        """The plan of this assignment."""
+        return _decoded(self.program, self.found.assignment, self.found.gap)
+
+    def refined(self, parts: bool) -> Optimum:
+        """The plan whose first and last layers may be others.
+
+        parts: place the parts of axes one by one, too: 8 ranks as 2 x 2 x 2.
+        """
+        program, found = _with_ends(self.program, self.found)
+        if not parts:
+            return _decoded(program, found.assignment, found.gap)
+        return _decoded(*_with_parts(program, found, _among(_named_axes(program.graph), parts_of_axes)))
+
+
+def solved(graph: Graph, default_mesh: DeviceMesh) -> Solved:
+    """A graph's best assignment on the meshes that its annotations name, or on this one."""
     meshes = tuple(dict.fromkeys(note.mesh for note in graph.annotations.values())) or (default_mesh,)
-    named = _named_axes(graph)
-    program = Program(graph, meshes, Prices(whole_axes), _among(named, whole_axes))
-    found = _solved(program)
-    atoms_of, all_at_once = _among(named, parts_of_axes), True
-    if parts and any(len(atoms_of(mesh)) > len(program.atoms_of(mesh)) for mesh in meshes):
-        if _count(graph, max(len(atoms_of(mesh)) for mesh in meshes)) <= _MOST_LABELS:
-            labels = [_in_atoms(program.atoms_of, atoms_of, label) for label in program.chosen(found.assignment.labels)]
-            program = Program(graph, meshes, program.prices.over(parts_of_axes), atoms_of, labels)
-            found = _solved(program, labels)
-        else:
-            program, found = _in_parts(program, atoms_of, found)
-            all_at_once = False
-    return _decoded(program, found.assignment, found.gap if all_at_once else None)
+    program = Program(graph, meshes, Prices(whole_axes), _among(_named_axes(graph), whole_axes))
+    return Solved(program, _solved(program))
 
 
-def _count(graph: Graph, atoms: int) -> int:
+def _with_parts(program: Program, found: Certified, atoms_of: AtomsOf) -> tuple[Program, Assignment, float | None]:
+    """The best assignment over parts of axes, and its gap: at once where these are few and it is proven the best."""
+    if all(len(atoms_of(mesh)) == len(program.atoms_of(mesh)) for mesh in program.meshes):
+        return program, found.assignment, found.gap
+    if _count(program, max(len(atoms_of(mesh)) for mesh in program.meshes)) <= _MOST_LABELS:
+        there, best = _all_parts(program, found, atoms_of)
+        if not best.gap:
+            return there, best.assignment, best.gap
+    there, best = _in_parts(program, found, atoms_of)
+    return there, best.assignment, None
+
+
+def _all_parts(program: Program, found: Certified, atoms_of: AtomsOf) -> tuple[Program, Certified]:
+    """The best assignment over all parts of axes at once."""
+    labels = [_in_atoms(program.atoms_of, atoms_of, label) for label in program.chosen(found.assignment.labels)]
+    prices = program.prices.over(parts_of_axes)
+    there = Program(program.graph, program.meshes, prices, atoms_of, labels, ends=program.ends)
+    return there, _solved(there, labels)
+
+
+def _count(program: Program, atoms: int) -> int:
     """About how many labels the ops have."""
-    return sum((len(node.rule.factors) + 1) ** atoms for node in graph.nodes)
+    return sum((len(program.graph.nodes[op].rule.factors) + 1) ** atoms for op in program.ops)
 
 
 def _named_axes(graph: Graph) -> frozenset[tuple[DeviceMesh, str]]:
@@ -86,38 +116,54 @@ def _among(named: frozenset[tuple[DeviceMesh, str]], atoms_of: AtomsOf) -> Atoms
     return lambda mesh: tuple([atom for atom in atoms_of(mesh) if (mesh, atom.axis) in named])
 
 
-def _solved(program: Program, known: Sequence[Label] = ()) -> Certified:
+def _solved(program: Program, known: Sequence[Label] = (), sweeps: int = MOST_SWEEPS) -> Certified:
     """The best assignment, at prices that are exact for what it uses; `known` is a good one, if one is known."""
-    found = None
+    program.build()
+    found = solve(program.costs, known=program.assigned(known) if known else None, sweeps=sweeps)
     for _ in range(_MOST_ROUNDS):
-        program.build()
-        labels = program.chosen(found.assignment.labels) if found is not None else known
-        found = solve(program.costs, known=program.assigned(labels) if labels else None)
         if not program.prices.correct(program.used(found.assignment.labels)):
             break
-    assert found is not None
+        before, labels = program.costs, program.chosen(found.assignment.labels)
+        program.build()
+        now = found.repriced(before, program.costs)
+        if now.gap <= found.gap + (ADVANCE if found.gap else 0.0):
+            return now
+        found = solve(program.costs, known=program.assigned(labels), sweeps=sweeps)
     return found
 
 
-def _in_parts(program: Program, atoms_of: AtomsOf, found: Certified) -> tuple[Program, Certified]:
-    """The best assignment that is found by placing one part of an axis anew in all ops, or two, as long as that pays.
-
-    Each such problem is solved exactly.
-    """
+def _in_parts(program: Program, found: Certified, atoms_of: AtomsOf) -> tuple[Program, Certified]:
+    """The best assignment that is found by placing one part of an axis anew in all ops, as long as that pays."""
     prices = program.prices.over(parts_of_axes)
     labels = [_in_atoms(program.atoms_of, atoms_of, label) for label in program.chosen(found.assignment.labels)]
     count = max(len(atoms_of(mesh)) for mesh in program.meshes)
-    ways = [frozenset(free) for size in (1,) for free in itertools.combinations(range(count), size)]
+    ways = [frozenset([free]) for free in range(count)]
     best, idle, at = found.assignment.value, 0, 0
     while idle < len(ways):
-        there = Program(program.graph, program.meshes, prices, atoms_of, labels, ways[at % len(ways)])
-        better = _solved(there, labels)
+        free = ways[at % len(ways)]
+        there = Program(program.graph, program.meshes, prices, atoms_of, labels, free, program.ends)
+        better = _solved(there, labels, _FEW_SWEEPS)
         improved = better.assignment.value < best * (1 - TOLERANCE)
         idle, at = (0 if improved else idle + 1), at + 1
         if improved:
             best, labels = better.assignment.value, there.chosen(better.assignment.labels)
             program, found = there, better
     return program, found
+
+
+def _with_ends(program: Program, found: Certified) -> tuple[Program, Certified]:
+    """With the first and the last one of equal layers other than those between, if that pays.
+
+    The bound stays that of plans whose layers are all equal.
+    """
+    if len(program.ops) == len(program.graph.nodes):
+        return program, found
+    labels = program.chosen(found.assignment.labels)
+    there = Program(program.graph, program.meshes, program.prices, program.atoms_of, labels, ends=True)
+    better = _solved(there, labels, _FEW_SWEEPS).assignment
+    if better.value >= found.assignment.value * (1 - TOLERANCE):
+        return program, found
+    return there, Certified(better, min(found.bound, better.value))
 
 
 def _in_atoms(axes_of: AtomsOf, atoms_of: AtomsOf, label: Label) -> Label:
@@ -141,7 +187,12 @@ def _decoded(program: Program, found: Assignment, gap: float | None) -> Optimum:
         shardings.update(zip(node.outputs, program.placement(node.id, chosen).results, strict=True))
     free = [i for i in graph.outputs if i in program.makers and i not in graph.annotations]
     shardings |= {i: program.left(i, chosen) for i in free} | dict(graph.annotations)
-    choices = tuple([_choice(program, node, chosen) for node in graph.nodes])
+    known = dict[Hashable, Choice]()
+    for node in graph.nodes:
+        kind = program.kind(node)
+        if kind not in known:
+            known[kind] = _choice(program, node, chosen)
+    choices = tuple([known[program.kind(node)] for node in graph.nodes])
     return Optimum(choices, shardings, found.value, gap)
 
 

@@ -1,8 +1,9 @@
 """A program as a cost graph: a variable for every op, and one for every tensor whose readers may share a copy.
 
-An op's labels are its placements. Those of a tensor with several readers are (where it is made, a copy that is made of
-it once, or none). Every reader takes it from the one that is cheaper for it: a reshard is paid once however many read
-its result. An annotated tensor is brought to its annotation, and its readers take it from there alone.
+An op's labels are its placements; ops at the same place of equal layers are one variable (`equal_layers`). Those of a
+tensor with several readers are (where it is made, a copy that is made of it once, or none). Every reader takes it from
+the one that is cheaper for it: a reshard is paid once however many read its result. An annotated tensor is brought to
+its annotation, and its readers take it from there alone.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from ..sharding.layout import WHOLE
 from ..sharding.value import Sharding
 from .cost_graph import Between, Classes, CostGraph, Costs, Digits, Edge, FromEither, Same
 from .elimination import Assignment, eliminate, elimination_order
-from .labels import Label, Near, Spot, axis_labels, identity, own_seconds
+from .equal_layers import deciders
+from .labels import Label, Near, Spot, axis_labels, identity, nowhere, own_seconds
 from .prices import Pair, Prices, Shardings
 from .reshard_costs import AtomsOf
 from .special_layouts import SpecialLayouts
 from .stationary import moves_along, stationary_axes
+from .ties import by_preference, numbers, own, placement_key, sharding_key
 
 # Seconds that a copy costs at least: one that costs no more is made by slices, which need no sharing.
 _FREE = 2e-13
@@ -44,6 +47,7 @@ class Labels:
     placements: tuple[Placement, ...]
     seconds: np.ndarray
     spots: tuple[Spot | None, ...]
+    ties: np.ndarray
 
     def number(self, placement: Placement) -> int:
         """Which label a placement is."""
@@ -94,8 +98,10 @@ class Program:
     An input without an annotation is whole on all ranks of all meshes.
 
     atoms_of: the axes of a mesh that ops may be on, or parts of axes.
-    around: a label of every op, which it has in any case.
+    around: a label of every op, which it has in any case; the only one of an op whose result moves in chunks, which
+        parts of axes would leave nothing to do with.
     free: numbers of atoms; only labels that differ from `around` in where these are then considered. None: all.
+    ends: whether the first and the last one of equal layers may differ from those between.
     """
 
     graph: Graph
@@ -104,12 +110,18 @@ class Program:
     atoms_of: AtomsOf
     around: Sequence[Label] = ()
     free: frozenset[int] | None = None
+    ends: bool = False
     labels: list[Labels] = field(default_factory=list)
     costs: CostGraph = field(default_factory=CostGraph)
     inputs: dict[int, Shardings] = field(default_factory=dict)
     given: dict[int, Shardings] = field(default_factory=dict)  # where inputs and annotated tensors are read from
     makers: dict[int, tuple[int, int]] = field(default_factory=dict)  # by tensor its op, and which result it is
     readers: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # by tensor and op, at which operands
+    deciders: tuple[int, ...] = ()  # by op the one whose variable is its own, too
+    ops: Counter[int] = field(default_factory=Counter)  # by op that decides, for how many
+    alike: dict[int, int] = field(default_factory=dict)  # by tensor the first one of which all the same is asked
+    numbers: Mapping[int, float] = field(default_factory=dict)  # of tensors, to tell equal ones apart
+    tensors: Counter[int] = field(default_factory=Counter)  # by such a tensor, for how many it stands
     variables: dict[int, int] = field(default_factory=dict)  # of ops
     shared: dict[int, Shared] = field(default_factory=dict)
     edges_of: list[list[Edge]] = field(default_factory=list)  # by variable
@@ -125,7 +137,24 @@ class Program:
             for place, i in enumerate(node.inputs):
                 self.readers.setdefault(i, {}).setdefault(node.id, []).append(place)
         self.kept = stationary_axes(graph)
+        self.deciders = deciders(graph, self.ends)
+        self.ops = Counter(self.deciders)
+        first = dict[Hashable, int]()
+        self.alike = {i: first.setdefault(self._asked_of(i), i) for i in (*self.inputs, *self.makers)}
+        self.tensors = Counter(self.alike.values())
         self.labels = self._all_labels()
+        self.numbers = numbers(graph)
+
+    def _asked_of(self, tensor: int) -> Hashable:
+        """What a tensor's part of the costs follows from."""
+        maker, note = self.makers.get(tensor), self.graph.annotations.get(tensor)
+        made = self.ttype(tensor) if maker is None else (self.deciders[maker[0]], maker[1])
+        readers = Counter((self.deciders[node], *places) for node, places in self.readers.get(tensor, {}).items())
+        return made, note, self.kept.get(tensor), tensor in self.graph.outputs, frozenset(readers.items())
+
+    def _readers_of(self, tensor: int) -> Mapping[int, int]:
+        """The ops that decide for a tensor's readers, and for how many of them."""
+        return Counter(self.deciders[node] for node in self.readers.get(tensor, ()))
 
     def _given(self, tensor: int) -> Shardings:
         note = self.graph.annotations.get(tensor)
@@ -138,20 +167,43 @@ class Program:
 
     def _all_labels(self) -> list[Labels]:
         """The labels of every op, on each mesh; an op with an annotated result is on the annotation's."""
-        graph, out = self.graph, list[Labels]()
+        graph, out, known = self.graph, list[Labels](), dict[Hashable, Labels]()
         special = {mesh: SpecialLayouts.of(graph, mesh) for mesh in self.meshes}
         made = {i: dict.fromkeys(shardings) for i, shardings in self.inputs.items()}
+        windowed = {node.inputs[0] for node in graph.nodes if node.call.op.window is not None}
         for node in graph.nodes:
-            found = dict[tuple[object, ...], tuple[Label, float]]()
-            for mesh in self._meshes_of(node):
-                for label, seconds in self._labels_on(node, mesh, special[mesh], made):
-                    found.setdefault(identity(label.placement), (label, seconds))
-            placements, spots = zip(*[label for label, _ in found.values()], strict=True)
-            out.append(Labels(placements, np.array([seconds for _, seconds in found.values()]), spots))
-            for place, i in enumerate(node.outputs):
-                results = [p.results[place] for p in placements] + [*filter(None, [graph.annotations.get(i)])]
+            for mesh in self.meshes:
+                special[mesh].follow(node)
+            key = self._kind(node, special)
+            if key is None or key not in known:
+                known[key] = self._labels_of(node, special, made)
+            out.append(known[key])
+            for place, i in enumerate(node.outputs) if windowed.intersection(node.outputs) else ():
+                results = [p.results[place] for p in out[-1].placements]
+                results += filter(None, [graph.annotations.get(i)])
                 made[i] = dict.fromkeys([*results, *(s.reduced() for s in results)])
-        return out
+        return [out[decider] for decider in self.deciders]
+
+    def _kind(self, node: Node, special: Mapping[DeviceMesh, SpecialLayouts]) -> Hashable:
+        """What an op's labels follow from; None for windows, whose labels follow from those of the ops before them."""
+        if node.call.op.window is not None:
+            return None
+        meshes = tuple(self._meshes_of(node))
+        asked = tuple([special[mesh].of_op(node) for mesh in meshes]) if self.free is None else ()
+        around = self.around[node.id] if self.around else None
+        streams = bool(self.graph.streams.keys() & set(node.outputs))
+        return (id(node.call), id(node.rule), meshes, asked, self.graph.reductions.get(node.id), around, streams)
+
+    def _labels_of(
+        self, node: Node, special: Mapping[DeviceMesh, SpecialLayouts], made: Mapping[int, dict[Sharding, None]]
+    ) -> Labels:
+        found = dict[tuple[object, ...], tuple[Label, float]]()
+        for mesh in self._meshes_of(node):
+            for label, seconds in self._labels_on(node, mesh, special[mesh], made):
+                found.setdefault(identity(label.placement), (label, seconds))
+        placements, spots = zip(*[label for label, _ in found.values()], strict=True)
+        ties = by_preference([placement_key(placement) for placement in placements])
+        return Labels(placements, np.array([seconds for _, seconds in found.values()]), spots, ties)
 
     def _meshes_of(self, node: Node) -> Sequence[DeviceMesh]:
         if self.free is not None:
@@ -164,16 +216,14 @@ class Program:
     ) -> Iterator[tuple[Label, float]]:
         """An op's labels on one mesh, with their seconds."""
         call, rule = node.call, node.rule
-        special.follow(node)
         reductions, atoms, near = self.graph.reductions.get(node.id, ()), self.atoms_of(mesh), None
         if self.around and self.around[node.id].placement.results[0].mesh == mesh:
             here = self.around[node.id]
             yield here, own_seconds(call, here.placement)
+            if self.graph.streams.keys() & set(node.outputs):
+                return
             if self.free is not None:
-                near = Near(
-                    here.spot or Spot((WHOLE,) * len(rule.factors), (None,) * len(atoms), (*range(len(atoms)),)),
-                    self.free,
-                )
+                near = Near(here.spot or nowhere(rule, atoms), self.free)
         for label in axis_labels(
             call, rule, mesh, atoms, special.of_op(node) if near is None else (), reductions, near
         ):
@@ -188,8 +238,8 @@ class Program:
         (result,) = node.outputs
         asked = [Sharding(mesh, dims) for dims in special.of_tensor(result)]
         asked += [note for note in (self.graph.annotations.get(result),) if note is not None and note.mesh == mesh]
-        if self.around:
-            asked.append(self.around[node.id].placement.results[0])
+        there = self.around[node.id].placement.results if self.around else ()
+        asked += [s for s in there if s.mesh == mesh]
         sources = [s for s in made[node.inputs[0]] if s.mesh == mesh]
         wanted = [(s, [*asked, *_beside(node.call, s)]) for s in sources]
         windows = [found for s, ends in wanted for found in window_placements(node.call, node.rule, [s], ends)]
@@ -200,11 +250,15 @@ class Program:
     def build(self) -> None:
         """Make the cost graph anew, at the prices of now. Variables are in program order: messages go along it."""
         self.costs, self.variables, self.shared = CostGraph(), {}, {}
-        self.limit = 2 * self._replicated()
-        reserved = {i: self._reserved(i) for i in self.inputs}
+        self.limit = self.limit or 2 * self._replicated()
+        reserved = {i: self._reserved(i) for i in self.inputs if i in self.tensors}
         for node in self.graph.nodes:
-            self.variables[node.id] = self.costs.add_variable(self.labels[node.id].seconds)
-            reserved |= {i: self._reserved(i) for i in node.outputs}
+            if node.id in self.ops:
+                labels, number = self.labels[node.id], self.numbers[node.outputs[0]]
+                costs = labels.seconds * self.ops[node.id] + labels.ties * own(number)
+                self.variables[node.id] = self.costs.add_variable(costs)
+            reserved |= {i: self._reserved(i) for i in node.outputs if i in self.tensors}
+        self.variables = {node.id: self.variables[self.deciders[node.id]] for node in self.graph.nodes}
         for i, variable in reserved.items():
             self._add_tensor(i, variable)
         self.edges_of = [[] for _ in self.costs.costs]
@@ -287,7 +341,9 @@ class Program:
             node, place = self.makers[tensor]
             have, made = self.labels[node].results(place)
             if tensor in self.given or not self.readers.get(tensor):
-                self.costs.add_costs(self.variables[node], self._end_costs(tensor, have)[made.of])
+                self.costs.add_costs(
+                    self.variables[node], self._end_costs(tensor, have)[made.of] * self.tensors[tensor]
+                )
             elif variable is not None:
                 self._share(tensor, variable, have, made)
             else:
@@ -301,33 +357,40 @@ class Program:
         """An input, or an annotated tensor, with one reader."""
         for reader in self.readers.get(tensor, ()):
             needs = self._needs(tensor, reader)
-            least = self._read(self.given[tensor], needs, tensor).min(0)
+            least = self._read(self.given[tensor], needs, tensor).min(0) * self.tensors[tensor]
             self.costs.add_costs(self.variables[reader], least[needs.classes.of])
 
     def _pass(self, tensor: int, have: Shardings, made: Classes) -> None:
         """A tensor with one reader."""
         (reader,) = self.readers[tensor]
         needs = self._needs(tensor, reader)
-        sides = self.variables[self.makers[tensor][0]], self.variables[reader]
-        self.costs.edges.append(Between(sides, self._read(have, needs, tensor), made, needs.classes))
+        maker, reader = self.variables[self.makers[tensor][0]], self.variables[reader]
+        costs = self._read(have, needs, tensor) * self.tensors[tensor]
+        if maker == reader:  # in equal layers: that of one layer, and that of the next
+            self.costs.add_costs(maker, costs[made.of, needs.classes.of])
+        else:
+            self.costs.edges.append(Between((maker, reader), costs, made, needs.classes))
 
     def _share(self, tensor: int, variable: int, have: Shardings, made: Classes | None) -> None:
         """A tensor whose readers may share a copy."""
-        needs = {node: self._needs(tensor, node) for node in self.readers[tensor]}
+        needs = {self.deciders[node]: self._needs(tensor, node) for node in self.readers[tensor]}
         copies = self._copies(tensor, needs)
         shared = self.shared[tensor] = Shared(variable, have, (*copies, None))
         costs = self._copy_costs(tensor, have, copies)
         rows, columns = (Digits((len(have), len(shared.copies)), axis) for axis in (0, 1))
         self.costs.costs[variable] = costs.ravel()
         for node, need in needs.items():
-            self.costs.edges.append(self._either(tensor, self.variables[node], shared, need, (rows, columns)))
+            self.costs.edges.append(self._either(tensor, node, shared, need, (rows, columns)))
         if made is not None:
             maker = self.variables[self.makers[tensor][0]]
             self.costs.edges.append(Same((maker, variable), made, rows, self.impossible))
 
     def _copies(self, tensor: int, needs: dict[int, Needs]) -> Shardings:
         """The shardings that more than one reader may need."""
-        counts = Counter(s for need in needs.values() for s in dict.fromkeys(s for found in need.sets for s in found))
+        counts = Counter[Sharding]()
+        for node, times in self._readers_of(tensor).items():
+            for s in dict.fromkeys(s for found in needs[node].sets for s in found):
+                counts[s] += times
         wanted = 1 if tensor in self.graph.outputs and tensor not in self.given else 2
         return tuple(s for s, n in counts.items() if n >= wanted)
 
@@ -338,16 +401,18 @@ class Program:
         if tensor in self.graph.outputs and tensor not in self.given:
             unreduced = np.array([copy.partial != () for copy in copies] + [True])
             costs += np.where(unreduced, self._end_costs(tensor, have)[:, None], 0.0)
-        return costs
+        ties = by_preference([(), *[sharding_key(copy) for copy in copies]]) * own(self.numbers[tensor])
+        return np.minimum(costs * self.tensors[tensor] + np.roll(ties, -1)[None, :], self.limit)
 
     def _either(
-        self, tensor: int, reader: int, shared: Shared, needs: Needs, sources: tuple[Digits, Digits]
+        self, tensor: int, node: int, shared: Shared, needs: Needs, sources: tuple[Digits, Digits]
     ) -> FromEither:
         copies = tuple([copy for copy in shared.copies if copy is not None])
         none = np.full((1, len(needs.sets)), 2 * self.impossible)
         from_copy = np.concatenate([self._read(copies, needs, tensor), none]) if copies else none
-        tables = self._read(shared.made, needs, tensor), from_copy
-        return FromEither((shared.variable, reader), tables, sources, needs.classes)
+        times = self.tensors[tensor] * self._readers_of(tensor)[node]
+        tables = self._read(shared.made, needs, tensor) * times, from_copy * times
+        return FromEither((shared.variable, self.variables[node]), tables, sources, needs.classes)
 
     def assigned(self, labels: Sequence[Label]) -> Assignment:
         """The best assignment in which every op has a given label."""
@@ -371,7 +436,7 @@ class Program:
 
     def there(self, tensor: int, chosen: Sequence[int]) -> tuple[Sharding, ...]:
         """Where a tensor is in an assignment: where it is made, and its copy."""
-        shared = self.shared.get(tensor)
+        shared = self.shared.get(self.alike[tensor])
         if shared is not None:
             return shared.label(chosen[shared.variable])
         return self.given[tensor] if tensor in self.given else (self._made(tensor, chosen),)
@@ -387,12 +452,18 @@ class Program:
         for i, need in dict.fromkeys(zip(node.inputs, placement.operands, strict=True)):
             total += min([self.prices.seconds(s, need, self.ttype(i)) for s in self.there(i, chosen)])
         for i in dict.fromkeys(node.inputs):
-            if i in self.given and i in self.shared and next(iter(self.readers[i])) == node.id:
+            if i in self.given and self.alike[i] in self.shared and next(iter(self.readers[i])) == node.id:
                 made, *copy = self.there(i, chosen)  # The first reader pays for the copy.
                 total += sum([self.prices.seconds(made, s, self.ttype(i)) for s in copy])
         for i in node.outputs:
             total += self._after(i, chosen)
         return total
+
+    def kind(self, node: Node) -> Hashable:
+        """What an op's choice follows from."""
+        tensors = tuple([self.alike[i] for i in (*node.inputs, *node.outputs)])
+        first = tuple([i in self.given and next(iter(self.readers[i])) == node.id for i in node.inputs])
+        return self.deciders[node.id], tensors, first
 
     def source(self, node: Node, placement: Placement, chosen: Sequence[int]) -> Source:
         """What a placement of an op follows: an operand that is there already, a result that is asked for so."""
@@ -428,7 +499,8 @@ class Program:
         taken = costs[chosen[variable]]
         costs[chosen[variable]] = np.inf
         best = int(costs.argmin())
-        return (labels.placements[best], float(costs[best] - taken)) if costs[best] < taken + self.limit else None
+        more = float(costs[best] - taken) / self.ops[self.deciders[node]]
+        return (labels.placements[best], more) if costs[best] < taken + self.limit else None
 
     def _end_of(self, tensor: int, chosen: Sequence[int]) -> Sharding | None:
         """Where a tensor must be in the end: at its annotation, or where an output is left."""
@@ -443,7 +515,7 @@ class Program:
 
     def used(self, chosen: Sequence[int]) -> set[Pair]:
         """The pairs whose prices an assignment depends on."""
-        found = {pair for tensor in (*self.inputs, *self.makers) for pair in self._used(tensor, chosen)}
+        found = {pair for tensor in self.tensors for pair in self._used(tensor, chosen)}
         return {pair for pair in found if pair[0] is not pair[1]}
 
     def _used(self, tensor: int, chosen: Sequence[int]) -> list[Pair]:

@@ -7,7 +7,7 @@ followed through the ops' rules, forward and back; each is then a start for the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..graph import Graph, Node
@@ -35,6 +35,7 @@ class SpecialLayouts:
     graph: Graph
     mesh: DeviceMesh
     dims: dict[int, dict[Dims, None]] = field(default_factory=dict)
+    _known: dict[Hashable, tuple[tuple[int, Dims], ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: Graph, mesh: DeviceMesh) -> SpecialLayouts:
@@ -64,10 +65,19 @@ class SpecialLayouts:
         return tuple(dims for dims in found if any(map(self._is_special, dims, shape)))
 
     def follow(self, node: Node) -> None:
-        """Add what the op's tensors are in the layouts that some of them ask for."""
-        for layouts in [*self._asked(node)]:
-            for tensor, factors, shape in _tensors(node):
-                self.add(tensor, tensor_layouts(node.rule, factors, shape, layouts) or ())
+        """Add what the op's tensors are in the layouts that some of them ask for; equal ops are worked out once."""
+        tensors = (*node.inputs, *node.outputs)
+        if not any(i in self.dims for i in tensors):
+            return
+        key = (id(node.call), id(node.rule), tuple([tuple(self.dims.get(i, ())) for i in tensors]))
+        if key not in self._known:
+            self._known[key] = tuple([
+                (place, tensor_layouts(node.rule, factors, shape, layouts) or ())
+                for layouts in self._asked(node)
+                for place, (_, factors, shape) in enumerate(_tensors(node))
+            ])  # fmt: skip
+        for place, dims in self._known[key]:
+            self.add(tensors[place], dims)
 
     def add(self, tensor: int, dims: Dims) -> None:
         """Add a tensor's layouts, if it has not too many yet."""

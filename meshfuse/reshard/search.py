@@ -16,7 +16,7 @@ from ..sharding.value import Sharding, canonical_partial, conflicting, disjoint,
 from .atoms import Atoms, atoms, cut, cuts_of, growing, keeping, moved
 from .bounds import bound_of, is_possible
 from .direct import one_step, straight
-from .prices import STEP_SECONDS, price
+from .prices import SLICE_SECONDS, price
 from .steps import Step, StepKind, is_even
 
 
@@ -38,7 +38,7 @@ ROOM = 64 << 20
 # Bytes alone decide where the least part of them that two paths may differ by weighs as much as so many starts.
 _OUTWEIGH = 1000
 # Paths that take as long but for a part of a step are gone on with from the one that has come farthest.
-_ALIKE = STEP_SECONDS / 20
+_ALIKE = SLICE_SECONDS / 10
 # They stand for what is left of a size without the divisors that matter.
 _PRIMES = (1009, 1013)
 

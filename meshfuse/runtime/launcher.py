@@ -28,7 +28,7 @@ _GRACE, _POLL, _LONGEST_PAUSE = 3.0, 0.02, 30.0
 _REMIND = 60.0  # Seconds after the first rank has ended: then those that still run are named.
 _PATIENCE = 1.0  # Seconds without output after which the pipe of an ended rank is abandoned.
 _MOST_RANKS = 4096  # On one machine; more is taken for a mistake.
-_came: list[int] = []  # The signal that stops the job, from when it has come until it is acted on.
+_came: list[int] = []  # The signal that stops the job, once it has come.
 # Signals that end a job, and signals that are passed on to a script with a handler: batch systems send one of these
 # before they take the machine away.
 _STOPS = (signal.SIGINT, signal.SIGTERM)
@@ -113,14 +113,13 @@ def _run_attempts(job: JobSpec, register: Callable[[RankProcess], None], pause: 
 def _attempt(job: JobSpec, attempt: int, page: int | None, register: Callable[[RankProcess], None]) -> int:
     """Start all ranks, wait, and end them all; the exit code."""
     started: list[RankProcess] = []
-    _raise_if_signalled()
     try:
         with startable(f"a job of {job.ranks} ranks"), listening() as listener:
             base = job_variables(job, attempt, listener.getsockname()[1], page)
             for rank in range(job.ranks):
+                _raise_if_signalled()
                 start(rank, job, base, listener, page, started)
                 register(started[-1])
-                _raise_if_signalled()
         code = _watch(started, job.deadline, page)
         _end(started)
         _raise_if_signalled()
@@ -167,7 +166,7 @@ def _raise_if_signalled() -> None:
     An exception in the middle of the standard library would leave its locks held: `Popen.poll` has one.
     """
     if _came:
-        raise _Interrupted(_came.pop())
+        raise _Interrupted(_came[0])
 
 
 def _sleep(duration: float) -> None:
@@ -227,10 +226,10 @@ def _tell_all(started: list[RankProcess], page: int | None, text: str) -> None:
         exit_page.tell(page, r.rank, text)
 
 
-def _end(started: list[RankProcess], limit: float = math.inf) -> None:
+def _end(started: list[RankProcess], limit: float | None = None) -> None:
     """SIGTERM to the process group of every rank, SIGKILL after a grace period; then the rest of their output.
 
-    Reading the output takes at most `limit` seconds, and ends when a signal comes.
+    Reading the output takes at most `limit` seconds; None: as long as it takes, or until a signal comes.
     """
     _signal_all(started, signal.SIGTERM)
     until = time.monotonic() + _GRACE
@@ -239,9 +238,9 @@ def _end(started: list[RankProcess], limit: float = math.inf) -> None:
     _signal_all(started, signal.SIGKILL)
     for r in started:
         r.process.wait()
-    until = time.monotonic() + limit
+    killed = time.monotonic()
     for reader in [reader for r in started for reader in r.readers]:
-        reader.drain(_PATIENCE, lambda: bool(_came) or time.monotonic() >= until)
+        reader.drain(_PATIENCE, lambda: bool(_came) if limit is None else time.monotonic() >= killed + limit)
 
 
 def _signal_all(started: list[RankProcess], number: signal.Signals) -> None:
@@ -267,17 +266,14 @@ def _signals() -> Iterator[list[RankProcess]]:
         return
 
     _came.clear()
-    stops: list[int] = []
     launcher = os.getpid()
     caught = [n for n in (*_STOPS, *_NOTICES) if signal.getsignal(n) != signal.SIG_IGN]
 
     def stop(number: int, frame: object) -> None:
         if os.getpid() != launcher:
             os._exit(128 + number)  # A rank before its exec: its program would inherit what is ignored.
-        if stops or (number in _NOTICES and _pass_on(ranks, number)):
-            return  # Ending the ranks takes seconds and is not cut short by another signal.
-        stops.append(number)
-        _came.append(number)
+        if not _came and not (number in _NOTICES and _pass_on(ranks, number)):
+            _came.append(number)  # The first one: ending the ranks takes seconds and is not cut short by another.
 
     before = {number: signal.getsignal(number) for number in caught}
     try:

@@ -43,7 +43,7 @@ class Forwarder:
         self._out.flush()
         self._moved, self._writing = time.monotonic(), False
 
-    def drain(self, patience: float, over: Callable[[], bool] = lambda: False) -> None:
+    def drain(self, patience: float, over: Callable[[], bool]) -> None:
         """Wait until all that was printed has been passed on, or until `over()`.
 
         A pipe in which nothing moves for `patience` seconds is given up: a process that has left its rank's group holds

@@ -21,7 +21,7 @@ from .job import Job
 from .planning import plans
 from .rendezvous import Rendezvous
 from .roll_call import goodbye, roll_call
-from .store import await_keys
+from .store import await_keys, text_there
 
 T = TypeVar("T")
 _KEPT = 4  # How many of its texts a rank leaves in the store. Ranks that work together are no further apart.
@@ -71,7 +71,7 @@ class PlanHandover:
 
     def _there(self, place: str) -> str:
         """The text that this rank has handed over before, "" for none."""
-        return within(_STORE, lambda: self._store.get(place).decode() if self._store.check([place]) else "") or ""
+        return within(_STORE, lambda: text_there(self._store, place)) or ""
 
     def _hand_over(self, place: str, text: str) -> None:
         within(_STORE, lambda: self._store.set(place, text))
@@ -79,7 +79,8 @@ class PlanHandover:
         while len(self._made) > _KEPT:
             old = self._made.popleft()
             if old not in self._made:
-                within(_STORE, lambda old=old: [self._store.delete_key(key) for key in (f"{old}/by", old)])
+                # The text first: without `by`, another rank would take the text for its own and hand over nothing.
+                within(_STORE, lambda old=old: [self._store.delete_key(key) for key in (old, f"{old}/by")])
 
     def _awaited(self, place: str, maker: int, ranks: Collection[int], what: str) -> str:
         """The text that another rank makes; "" where it makes none any more."""
@@ -93,7 +94,8 @@ class PlanHandover:
                     last_look = time.monotonic()
                     if not self._is_at_it(maker, what, start):
                         return ""
-            return self._answer_of(what, maker, lambda: self._store.get(place)).decode()
+            # By now the maker may have taken it back.
+            return self._answer_of(what, maker, lambda: text_there(self._store, place)) or ""
 
     def _is_there(self, place: str, maker: int, what: str) -> bool:
         return not self._answer_of(what, maker, lambda: await_keys(self._store, [place], _LOOK, lambda: None))

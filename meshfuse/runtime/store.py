@@ -18,6 +18,7 @@ from .deadlines import bounded
 from .environment import DEFAULT_GROUP, LOOPBACK, Environment
 from .processes import hindrance
 
+_NOTHING = "\0nothing"  # No text that anybody sets.
 _BACKLOG = 512  # Ranks that connect at the same time.
 
 
@@ -157,6 +158,15 @@ def _share(place: Environment, error: OSError) -> dist.Store:
         "Export another MASTER_PORT to all ranks, and as MASTER_ADDR an address of rank 0's machine.",
         cls=RankError,
     ) from error
+
+
+def text_there(store: dist.Store, key: str) -> str | None:
+    """The text under a key that others may delete; None where there is none.
+
+    `get` would wait for it, also where it was there a moment before.
+    """
+    found = store.compare_set(key, _NOTHING, _NOTHING).decode()  # Sets nothing where there is nothing.
+    return None if found == _NOTHING else found
 
 
 def await_keys(store: dist.Store, keys: list[str], limit: float, check: Callable[[], None]) -> list[str]:

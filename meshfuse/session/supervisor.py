@@ -36,7 +36,7 @@ class Supervisor:
         self.lost: dict[int, str] = {}
         self.first: tuple[int, int] | None = None
         self.closing = False
-        self._lock = threading.Lock()
+        self._lock, self._losing = threading.Lock(), threading.Lock()
         self.wake_read, self._wake_write = os.pipe()
         os.set_blocking(self.wake_read, False)
         self._end_read, self._end_write = os.pipe()
@@ -122,10 +122,10 @@ class Supervisor:
 
     def lose(self, worker: int) -> None:
         """A worker's connection has ended."""
-        if self.closing or worker in self.lost:
-            return
-        self.lost[worker] = "its connection was closed"
-        self.lost[worker] = self._how(worker) or self.lost[worker]
+        with self._losing:  # Who sees that it is lost sees how, too.
+            if self.closing or worker in self.lost:
+                return
+            self.lost[worker] = self._how(worker) or "its connection was closed"
         self.release(self.epoch, 0, f"worker {worker} is gone")
         self._wake()
 

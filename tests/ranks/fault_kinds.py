@@ -203,7 +203,9 @@ def _several() -> Iterator[Fault]:
             yield Fault(f"SIGKILL of two ranks {phase}", mode, _steps("collective", action), says, dies=True)
         kill = "\nworld = mf.World.current()\nif RANK == VICTIM:\n    signalled(signal.SIGKILL)\n"
         script = kill + PROGRAM + "\nlight.execute(given[light])\nworld.barrier()\n"
-        says = (r"rank {victim}\b.*(killed|has ended|-9|Signal 9)|store",)
+        # A peer says it, or the store's end, or torchrun, on two lines.
+        torchruns = r"rank +: {victim} \(local_rank: {victim}\)\s+exitcode +: -9"
+        says = (rf"rank {{victim}}\b.*(killed|has ended|-9|Signal 9)|store|{torchruns}",)
         # Without a launcher a rank 0 that is not there yet is told from one that is no more by the time limit only.
         stall = STALL if mode == DEFAULT else 0.0
         env = {"MESHFUSE_TIMEOUT": str(STALL)} if stall else {}

@@ -16,7 +16,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 
-LAUNCHERS = {"meshfuse.runtime.launcher": "run", "torch.distributed.run": "torchrun"}
+LAUNCHERS = {"meshfuse.runtime.launcher": "run", "torch.distributed.run": "torchrun", "meshfuse": "meshfuse"}
 _PRELOADED = [
     "torch", "torch.distributed.run", "torch.distributed.elastic.agent.server.local_elastic_agent",
     "meshfuse.fusion_definition", "meshfuse.runtime.launcher", "forked",
@@ -29,7 +29,9 @@ _CONTEXT.set_forkserver_preload(_PRELOADED)
 def start_job(
     command: str, words: Sequence[str], variables: Mapping[str, str], log: Path, errors: Path | None = None
 ) -> ForkServerProcess:
-    """`meshfuse run` or torchrun ("run", "torchrun") with these words; the ranks are forked off it, too."""
+    """`meshfuse run`, torchrun or `meshfuse` ("run", "torchrun", "meshfuse") with these words; the ranks are forked off
+    it, too.
+    """
     given = (command, list(words), dict(variables), str(log), str(errors or log))
     process = _CONTEXT.Process(target=_as_launcher, args=given)
     with _read_once_variables():
@@ -103,6 +105,11 @@ def _as_launcher(command: str, words: list[str], variables: dict[str, str], log:
 
         handler.Popen = _Forked  # type: ignore[attr-defined]
         _end_as_python_does(lambda: torchrun.main(words))
+    if command == "meshfuse":
+        from meshfuse.cli import main
+
+        sys.argv = [command, *words]
+        _end_as_python_does(lambda: sys.exit(main()))
     parser = launcher.argparse.ArgumentParser()
     launcher.add_arguments(parser)
     _end_as_python_does(lambda: sys.exit(launcher.main(parser.parse_args(words))))

@@ -136,7 +136,7 @@ class RankFailed(AssertionError):
 class RankPool:
     """`size` processes that are ranks of one World. `run` is SPMD: every rank runs the same function."""
 
-    def __init__(self, size: int, timeout: float = 20.0):
+    def __init__(self, size: int, timeout: float = 40.0):
         self.size, self.timeout = size, timeout
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._processes: list[BaseProcess] = []

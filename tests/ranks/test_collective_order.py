@@ -327,7 +327,7 @@ if "child" not in sys.argv:
     time.sleep(world.rank)  # for rank 0 to look after its peers while it waits
     world.barrier()
 """
-    done = job(script, "-m", "meshfuse", "run", "--ranks", "2", "--all-output", MESHFUSE_TIMEOUT="60")
+    done = job(script, "-m", "meshfuse", "run", "--ranks", "2", "--all-output", real=True, MESHFUSE_TIMEOUT="60")
     assert done.returncode == 0, done.stderr
     message = "RankError: two processes are rank 1 of this job: found process"
     assert f"1 meshfuse.errors.{message}" in done.stdout and f"orphan meshfuse.errors.{message}" in done.stdout, (

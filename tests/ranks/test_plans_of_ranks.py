@@ -168,7 +168,9 @@ def test_the_rank_that_plans_is_stopped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", ["KeyError('the mistake')", "KeyboardInterrupt()"])
 def test_the_rank_that_plans_raises(tmp_path: Path, error: str) -> None:
+    """The others then plan themselves, for longer than they would wait."""
     script = f"""
+seconds = 2.0
 def fails(graph, mesh, effort):
     slow_begins()
     time.sleep(2.0)
@@ -232,3 +234,75 @@ assert len(set(keys)) == 13 and sum(there) <= 4 * world.size and there[-1], ther
 """
     results = ranks(tmp_path, script)
     assert all(code == 0 for code, _ in results), results
+
+
+# Rank 2 takes no part in these programs and runs ahead, so that it makes the plans. It is slow to take the first one
+# back from the store, half a second for each key, and the others come for it one after the other.
+AHEAD = """
+class Slow:
+    def __init__(self, store):
+        self.store, self.slow = store, "none"
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+    def delete_key(self, key):
+        found = self.store.delete_key(key)
+        if self.slow in key:
+            open(BEGUN, "w").close()
+            time.sleep(0.5)
+        return found
+
+fds = [layer((0, 1), op) for op in "relu abs exp sin cos tan".split()]
+if rank == 2:
+    store = Slow(world.store)
+    type(world.handover)._store = property(lambda self: store)
+    fds[0].execute([torch.ones(8)], idle_ranks=True)
+    store.slow = world.handover._made[-1]
+    for fd in fds[1:]:
+        fd.execute([torch.ones(8)], idle_ranks=True)
+else:
+    while not os.path.exists(BEGUN):
+        time.sleep(0.01)
+    time.sleep(0.75 * rank)
+    start = time.monotonic()
+    assert run(fds[0]) == 8
+    assert time.monotonic() - start < world.limit, "waited for a plan that nobody makes"
+print("done")
+"""
+
+
+def test_a_rank_that_runs_ahead_takes_no_plan_back_that_others_wait_for(tmp_path: Path) -> None:
+    results = ranks(tmp_path, AHEAD.replace("BEGUN", repr(str(tmp_path / "begun"))))
+    assert all(code == 0 and "done" in text for code, text in results), results
+
+
+# Rank 2 hands over the first plan, and takes it back between two looks of the others: they see it there, and then read.
+BETWEEN = """
+handover = type(world.handover)
+there = handover._is_there
+
+def slow_to_read(self, *args):
+    found = there(self, *args)
+    if found:
+        time.sleep(1.0)
+    return found
+
+handover._is_there = slow_to_read
+fds = [layer((0, 1), op) for op in "relu abs exp sin cos tan".split()]
+if rank == 2:
+    seconds = 1.0
+    begins = lambda: open(BEGUN, "w").close()
+    fds[0].execute([torch.ones(8)], idle_ranks=True)
+    seconds, begins = 0.0, lambda: None
+    for fd in fds[1:]:
+        fd.execute([torch.ones(8)], idle_ranks=True)
+else:
+    while not os.path.exists(BEGUN):
+        time.sleep(0.01)
+    assert run(fds[0]) == 8
+print("done")
+"""
+
+
+def test_a_plan_that_is_taken_back_between_two_looks_is_made_anew(tmp_path: Path) -> None:
+    results = ranks(tmp_path, BETWEEN.replace("BEGUN", repr(str(tmp_path / "begun"))))
+    assert all(code == 0 and "done" in text for code, text in results), results

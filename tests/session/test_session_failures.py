@@ -141,8 +141,8 @@ def test_a_worker_that_dies_in_a_collective_releases_the_others(mortal: di.Proce
     mortal.sync()
     start = time.monotonic()
     mortal.call(die_or_wait)
-    mortal.allreduce(x)
     with pytest.raises(di.WorkerLost, match="worker 1 is gone: its process exited with code 9"):
+        mortal.allreduce(x)  # which says it where the worker has ended by then
         mortal.sync()
     mortal.restart()
     assert time.monotonic() - start < 5
@@ -150,6 +150,23 @@ def test_a_worker_that_dies_in_a_collective_releases_the_others(mortal: di.Proce
         mortal.call(int, x)
     x = mortal.call(torch.ones, 4)
     assert torch.equal(mortal.allreduce(x)[3], torch.full((4,), 4.0))
+
+
+def test_how_a_worker_ended_is_said_by_whichever_call_finds_it(mortal: di.ProcessSession) -> None:
+    """How long ago its end was makes no difference: it is not known before its process has been looked at."""
+
+    def die() -> None:
+        if di.worker_id() == 1:
+            os._exit(9)
+
+    for seconds in (0.0, 0.003, 0.005, 0.01, 0.02, 0.1):
+        mortal.call(die)
+        time.sleep(seconds)
+        with pytest.raises(di.WorkerLost, match="worker 1 is gone: its process exited with code 9"):
+            mortal.call(int)
+            mortal.sync()
+        mortal.restart()
+    assert torch.equal(mortal.allreduce(mortal.call(torch.ones, 4))[3], torch.full((4,), 4.0))
 
 
 def test_a_stopped_worker_is_named_and_the_others_go_on(mortal: di.ProcessSession) -> None:
