@@ -181,7 +181,7 @@ def _decoded(program: Program, found: Assignment, gap: float | None) -> Optimum:
     graph, chosen = program.graph, found.labels
     if program.kept and found.value >= program.forbidden:
         operands = {node.id: program.placement(node.id, chosen).operands for node in graph.nodes}
-        check_stationary(graph, program.kept, {i: program.there(i, chosen) for i in program.kept}, operands)
+        check_stationary(graph, program.kept, {i: program.there(i, chosen)[0] for i in program.kept}, operands)
     shardings = {i: given[0] for i, given in program.inputs.items()}
     for node in graph.nodes:
         shardings.update(zip(node.outputs, program.placement(node.id, chosen).results, strict=True))

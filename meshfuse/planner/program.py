@@ -290,7 +290,11 @@ class Program:
     def _table(self, sources: Shardings, targets: Shardings, tensor: int) -> Costs:
         table = np.minimum(self.prices.table(sources, targets, self.ttype(tensor)), self.impossible)
         along = self.kept.get(tensor)
-        return table if along is None else np.where(moves_along(along, sources, targets), self.forbidden, table)
+        return (
+            table
+            if along is None
+            else np.where(moves_along(along, sources, targets, self.graph.shape(tensor)), self.forbidden, table)
+        )
 
     @property
     def forbidden(self) -> float:
@@ -402,7 +406,7 @@ class Program:
             unreduced = np.array([copy.partial != () for copy in copies] + [True])
             costs += np.where(unreduced, self._end_costs(tensor, have)[:, None], 0.0)
         ties = by_preference([(), *[sharding_key(copy) for copy in copies]]) * own(self.numbers[tensor])
-        return np.minimum(costs * self.tensors[tensor] + np.roll(ties, -1)[None, :], self.limit)
+        return np.minimum(costs * self.tensors[tensor] + np.roll(ties, -1)[None, :], self.impossible)
 
     def _either(
         self, tensor: int, node: int, shared: Shared, needs: Needs, sources: tuple[Digits, Digits]

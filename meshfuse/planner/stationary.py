@@ -13,10 +13,12 @@ import numpy as np
 from ..errors import user_error
 from ..graph import Graph, Node
 from ..ops.rules import FactorKind
+from ..sharding import layout as lay
 from ..sharding.value import Sharding
 
-# Where an axis' part lies: the part and its size, the dim, and how many blocks of the dim are more major.
-_Place = tuple[str, int, int, int, int]
+# Where an axis' part lies: the part and its size, the dim, how many blocks of the dim are more major, and how many
+# elements lie between the starts of its own.
+_Place = tuple[str, int, int, int, int, int]
 
 
 def stationary_axes(graph: Graph) -> dict[int, frozenset[str]]:
@@ -30,37 +32,43 @@ def stationary_axes(graph: Graph) -> dict[int, frozenset[str]]:
     return found
 
 
-def moves_along(axes: frozenset[str], sources: Sequence[Sharding], targets: Sequence[Sharding]) -> np.ndarray:
+def moves_along(
+    axes: frozenset[str], sources: Sequence[Sharding], targets: Sequence[Sharding], shape: Sequence[int]
+) -> np.ndarray:
     """[sources, targets]: whether a reshard moves a tensor along the axes; slicing it moves nothing."""
-    before, after = ([_places(s, axes) for s in side] for side in (sources, targets))
+    before, after = ([_places(s, axes, shape) for s in side] for side in (sources, targets))
     meshes = [[s.mesh == t.mesh for t in targets] for s in sources]
     stays = [[old <= new for new in after] for old in before]
     return ~(np.array(stays, dtype=bool) & np.array(meshes, dtype=bool)).reshape(len(sources), len(targets))
 
 
-def _places(sharding: Sharding, axes: frozenset[str]) -> frozenset[_Place]:
+def _places(sharding: Sharding, axes: frozenset[str], shape: Sequence[int]) -> frozenset[_Place]:
     found = set[_Place]()
-    for dim, layout in enumerate(sharding.dims):
-        above = 1
+    for dim, (layout, n) in enumerate(zip(sharding.dims, shape, strict=True)):
+        above, apart = 1, n + -n % lay.extent(layout)
         for split in layout:
+            size = split.size or 1
+            apart //= size
             if split.axis in axes:
-                found.add((split.axis or "", split.pre, split.size or 1, dim, above))
-            above *= split.size or 1
+                found.add((split.axis or "", split.pre, size, dim, above, apart))
+            above *= size
     return frozenset(found)
 
 
 def check_stationary(
-    graph: Graph, kept: Mapping[int, frozenset[str]], there: Mapping[int, Sequence[Sharding]],
+    graph: Graph,
+    kept: Mapping[int, frozenset[str]],
+    made: Mapping[int, Sharding],
     operands: Mapping[int, Sequence[Sharding]],
-) -> None:  # fmt: skip
+) -> None:
     """Raises DefinitionError where an op's placement needs a stationary tensor moved: no placement does without.
 
-    there: where every tensor is. operands: by op, where it needs its operands.
+    made: where every tensor is made. operands: by op, where it needs its operands.
     """
     for node in graph.nodes:
         for i, need in zip(node.inputs, operands[node.id], strict=True):
-            if i in kept and moves_along(kept[i], there[i], [need]).all():
-                raise _not_possible(graph, node, i, kept[i], there[i][0], need)
+            if i in kept and moves_along(kept[i], [made[i]], [need], graph.shape(i)).all():
+                raise _not_possible(graph, node, i, kept[i], made[i], need)
 
 
 def _not_possible(
