@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshfuse as mf
+from meshfuse.reshard.prices import EXCHANGE_SECONDS, STEP_SECONDS
 from meshfuse.reshard.search import plan
 from meshfuse.sharding import layout as lay
 from meshfuse.sharding.layout import Layout, Split
@@ -62,7 +63,7 @@ def test_a_plan_costs_no_more_than_any_scatter_and_what_is_lacking_then(case: tu
     found = plan(src, dst, SHAPE, 8)
     assert found is not None
     local = 8 * math.prod(SHAPE) / 2
-    ways = [local * 3 / 4 / 1e9 + at_once(there, dst, SHAPE) for there in scattered(src)]
+    ways = [STEP_SECONDS + local * 3 / 4 / 1e9 + at_once(there, dst, SHAPE) for there in scattered(src)]
     assert ways and found.seconds <= min(ways) + 1e-11
 
 
@@ -112,7 +113,7 @@ def test_a_sum_over_hosts_and_their_ranks_is_scattered_where_it_stays() -> None:
     kinds = [step.kind.value for step in found.steps]
     assert kinds == ["reduce-scatter", "reduce-scatter", "all-gather"]
     least = seconds_over([("gpu", 3 / 4), ("host", 2 / 3 / 4), ("gpu", 3 / 4 / 3)], 24 * 8 * 8)
-    assert found.seconds == pytest.approx(least, rel=1e-4)
+    assert found.seconds == pytest.approx(least + 3 * STEP_SECONDS, rel=1e-4)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -122,9 +123,10 @@ def test_what_hosts_exchange_their_ranks_share(shared: bool) -> None:
     first, last = (Sharding.make(PODS, [rows, columns], shape) for rows in ((POD_HOST, POD), (POD,)))
     found = plan(first, last, shape, 8)
     assert found is not None
-    lacking = at_once(first, last, shape) * 25e9 / (16 * 8 * 8)
+    lacking = (at_once(first, last, shape) - EXCHANGE_SECONDS) * 25e9 / (16 * 8 * 8)
     steps = [("host", lacking / 4), ("gpu", 3 / 4 / 2)] if shared else [("host", lacking)]
-    assert found.seconds == pytest.approx(seconds_over(steps, 16 * 8 * 8), rel=1e-3)
+    own = EXCHANGE_SECONDS + (STEP_SECONDS if shared else 0.0)
+    assert found.seconds == pytest.approx(seconds_over(steps, 16 * 8 * 8) + own, rel=1e-3)
     assert len(found.steps) == (2 if shared else 1)
 
 

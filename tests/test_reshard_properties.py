@@ -20,6 +20,7 @@ from meshfuse.executor import simulate
 from meshfuse.reshard import bounds
 from meshfuse.reshard import search as planner
 from meshfuse.reshard.atoms import cuts_of
+from meshfuse.reshard.prices import EXCHANGE_SECONDS, STEP_SECONDS
 from meshfuse.reshard.search import plan
 from meshfuse.reshard.steps import mean_wire_elements, wire_elements
 from meshfuse.resharding import Reshard
@@ -204,9 +205,9 @@ def steps(state: State, shape: tuple[int, ...], mesh: mf.DeviceMesh) -> Iterator
         if dim:
             n, without = mesh.axis_size(dim[-1]), (*state[:d], dim[:-1], *state[d + 1 :])
             alpha, beta = link_over(mesh, {dim[-1]})
-            yield alpha * math.ceil(math.log2(n)) + beta * (n - 1) * local, without
+            yield STEP_SECONDS + alpha * math.ceil(math.log2(n)) + beta * (n - 1) * local, without
             for placed in placements(without, dim[-1]):
-                yield alpha * (n - 1) + beta * (n - 1) / n * local, placed
+                yield STEP_SECONDS + alpha * (n - 1) + beta * (n - 1) / n * local, placed
 
 
 def link_over(mesh: mf.DeviceMesh, axes: Iterable[str]) -> tuple[float, float]:
@@ -222,7 +223,7 @@ def at_once(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> float:
         return 0.0
     alpha, beta = link_over(src.mesh, axes)
     peers = math.prod(map(src.mesh.axis_size, axes)) - 1
-    return alpha * peers + beta * 8 * lacking(src, dst, shape)
+    return EXCHANGE_SECONDS + alpha * peers + beta * 8 * lacking(src, dst, shape)
 
 
 def placements(state: State, axis: str) -> Iterator[State]:
@@ -237,11 +238,12 @@ def reductions(
     local = math.prod(shape) * 8 / math.prod(mesh.axis_size(a) for dim in state for a in dim)
     for axis in left:
         n, (_, beta) = mesh.axis_size(axis), link_over(mesh, {axis})
-        yield from ((beta * local * (n - 1) / n, placed, left - {axis}) for placed in placements(state, axis))
+        scatter = STEP_SECONDS + beta * local * (n - 1) / n
+        yield from ((scatter, placed, left - {axis}) for placed in placements(state, axis))
     for count in range(1, len(left) + 1):
         for axes in itertools.combinations(sorted(left), count):
             n, (_, beta) = math.prod(map(mesh.axis_size, axes)), link_over(mesh, axes)
-            yield beta * 2 * local * (n - 1) / n, state, left.difference(axes)
+            yield STEP_SECONDS + beta * 2 * local * (n - 1) / n, state, left.difference(axes)
 
 
 def shared(state: State, mesh: mf.DeviceMesh) -> set[State]:

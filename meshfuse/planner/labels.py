@@ -15,7 +15,7 @@ from ..placement.factors import NO_CARRY, Carry, Layouts, Placement, passes, pla
 from ..placement.options import EARLIER, window_seconds, work
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
-from ..sharding.value import canonical_partial
+from ..sharding.value import canonical_partial, conflicting
 from .reshard_costs import Atoms
 
 _CARRIED = -1
@@ -64,8 +64,7 @@ def axis_labels(
     near: only the labels near one.
     """
     starts = [_with_reductions(rule, start, reductions) for start in ((WHOLE,) * len(rule.factors), *special)]
-    if near is not None:
-        starts = [near.spot.start]
+    starts = [start for start in starts if _is_possible(start)] if near is None else [near.spot.start]
     kinds = (FactorKind.BLOCK, FactorKind.REDUCE) if reductions else (FactorKind.BLOCK,)
     free = tuple(f for f, factor in enumerate(rule.factors) if factor.kind not in kinds)
     each = (_enumerated(call, rule, mesh, atoms, start, free, near) for start in dict.fromkeys(starts))
@@ -80,6 +79,12 @@ def _with_reductions(rule: Rule, start: Layouts, reductions: tuple[Layout, ...])
         lay.canonical(next(given), factor.size) if reductions and factor.kind is FactorKind.REDUCE else layout
         for factor, layout in zip(rule.factors, start, strict=True)
     ])  # fmt: skip
+
+
+def _is_possible(layouts: Layouts) -> bool:
+    """Whether no part of an axis is on two factors."""
+    bound = [split for layout in layouts for split in lay.axes(layout)]
+    return not any(conflicting(a, b) for a, b in itertools.combinations(bound, 2))
 
 
 def distinct(labels: Iterable[Label]) -> tuple[Label, ...]:
