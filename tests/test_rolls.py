@@ -34,7 +34,7 @@ def test_rolls_written_otherwise_are_the_same(shape, place, amounts, times, back
     """By more than a block, the long way round, by the same twice, of rolls, along both dims, and the gradients."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (in_place, shifts):
-            patch.setattr(module, "better", lambda found, other: other)
+            patch.setattr(module, "cheaper", lambda found, other: other)
         patch.setattr(in_place, "reshards_along", lambda found, dims: True)
         with mf.FusionDefinition() as fd:
             x, w = (fd.define_tensor(list(shape), dtype=mf.DataType.Double) for _ in range(2))
