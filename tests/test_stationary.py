@@ -117,7 +117,9 @@ def test_what_is_no_axis_is_an_error(along: Any, found: str) -> None:
 def test_a_tensor_without_an_annotation_is_an_error() -> None:
     with mf.FusionDefinition() as fd:
         x = fd.define_tensor([8, 64])
-        with pytest.raises(mf.DefinitionError, match="found a tensor without an annotation, needed one that is annotat"):
+        with pytest.raises(
+            mf.DefinitionError, match="found a tensor without an annotation, needed one that is annotat"
+        ):
             fd.stationary(x)
 
 

@@ -112,7 +112,13 @@ def _shard(tensor: torch.Tensor, sharding: Any, rank: int) -> torch.Tensor:
 
 
 def test_the_record_has_launches_and_events_in_the_order_of_the_host() -> None:
-    fd, inputs = made(((8, 4),), lambda fd, mesh, x: (fd.mesh_split(x, mesh, ["r", None]), [fd.ops.sum(x, [0])])[1])
+    def summed(fd: mf.FusionDefinition, mesh: mf.DeviceMesh, x: mf.TensorView) -> list[mf.TensorView]:
+        total = fd.ops.sum(x, [0])
+        fd.mesh_split(x, mesh, ["r", None])
+        fd.mesh_split(total, mesh, [None])
+        return [total]
+
+    fd, inputs = made(((8, 4),), summed)
     group = "group_0_1_2_3"
     assert simulation(fd, lambda p: p)(inputs).streams[1].record == [
         f"{COMPUTE}: segment_0",

@@ -22,7 +22,7 @@ from ..ops.values import TensorType
 from ..placement.factors import Placement
 from ..placement.options import Source, window_placements
 from ..sharding import layout as lay
-from ..sharding.layout import WHOLE
+from ..sharding.layout import WHOLE, Layout
 from ..sharding.value import Sharding
 from .cost_graph import Between, Classes, CostGraph, Costs, Digits, Edge, FromEither, Same
 from .elimination import Assignment, eliminate, elimination_order
@@ -98,8 +98,8 @@ class Program:
     An input without an annotation is whole on all ranks of all meshes.
 
     atoms_of: the axes of a mesh that ops may be on, or parts of axes.
-    around: a label of every op, which it has in any case; the only one of an op whose result moves in chunks, which
-        parts of axes would leave nothing to do with.
+    around: a label of every op, which it has in any case; the only one of an op that works in chunks, which parts of
+        axes would leave nothing to do with.
     free: numbers of atoms; only labels that differ from `around` in where these are then considered. None: all.
     ends: whether the first and the last one of equal layers may differ from those between.
     """
@@ -122,6 +122,7 @@ class Program:
     alike: dict[int, int] = field(default_factory=dict)  # by tensor the first one of which all the same is asked
     numbers: Mapping[int, float] = field(default_factory=dict)  # of tensors, to tell equal ones apart
     tensors: Counter[int] = field(default_factory=Counter)  # by such a tensor, for how many it stands
+    streamed: frozenset[int] = frozenset()
     variables: dict[int, int] = field(default_factory=dict)  # of ops
     shared: dict[int, Shared] = field(default_factory=dict)
     edges_of: list[list[Edge]] = field(default_factory=list)  # by variable
@@ -130,6 +131,7 @@ class Program:
 
     def __post_init__(self) -> None:
         graph = self.graph
+        self.streamed = graph.streamed()
         self.inputs = {i: self._given(i) for i in graph.input_tensors}
         self.given = self.inputs | {i: (note,) for i, note in graph.annotations.items()}
         for node in graph.nodes:
@@ -191,8 +193,19 @@ class Program:
         meshes = tuple(self._meshes_of(node))
         asked = tuple([special[mesh].of_op(node) for mesh in meshes]) if self.free is None else ()
         around = self.around[node.id] if self.around else None
-        streams = bool(self.graph.streams.keys() & set(node.outputs))
-        return (id(node.call), id(node.rule), meshes, asked, self.graph.reductions.get(node.id), around, streams)
+        facts = (self.graph.reductions.get(node.id), around, self._is_in_chunks(node), tuple(self._cuts(node)))
+        return (id(node.call), id(node.rule), meshes, asked, *facts)
+
+    def _is_in_chunks(self, node: Node) -> bool:
+        """Whether an op's result is moved in chunks, or an operand is cut into some by the user."""
+        return bool(self.graph.streams.keys() & set(node.outputs) or self.streamed.intersection(node.inputs))
+
+    def _cuts(self, node: Node) -> Iterator[tuple[int, int, Layout]]:
+        """Of an op's operands, by place, those that the user cuts into chunks: the dim, and its layout."""
+        for place, i in enumerate(node.inputs):
+            if i in self.streamed:
+                dim, note = self.graph.streams[i].dim, self.graph.annotations.get(i)
+                yield place, dim, note.dims[dim] if note is not None else WHOLE
 
     def _labels_of(
         self, node: Node, special: Mapping[DeviceMesh, SpecialLayouts], made: Mapping[int, dict[Sharding, None]]
@@ -220,14 +233,15 @@ class Program:
         if self.around and self.around[node.id].placement.results[0].mesh == mesh:
             here = self.around[node.id]
             yield here, own_seconds(call, here.placement)
-            if self.graph.streams.keys() & set(node.outputs):
+            if self._is_in_chunks(node):
                 return
             if self.free is not None:
                 near = Near(here.spot or nowhere(rule, atoms), self.free)
-        for label in axis_labels(
-            call, rule, mesh, atoms, special.of_op(node) if near is None else (), reductions, near
-        ):
-            yield label, own_seconds(call, label.placement)
+        cuts = [*self._cuts(node)]
+        asked = special.of_op(node) if near is None else ()
+        for label in axis_labels(call, rule, mesh, atoms, asked, reductions, near):
+            if not cuts or _keeps_chunks(label.placement, cuts):
+                yield label, own_seconds(call, label.placement)
         if call.op.window is not None:
             for placement in self._windows(node, mesh, special, made):
                 yield Label(placement, None), own_seconds(call, placement)
@@ -532,6 +546,11 @@ class Program:
             made, end = self._made(tensor, chosen), self._end_of(tensor, chosen)
             pairs += [(made, end, ttype)] if end is not None else []
         return pairs
+
+
+def _keeps_chunks(placement: Placement, cuts: Sequence[tuple[int, int, Layout]]) -> bool:
+    """Whether no axis cuts a dim that the user cuts into chunks: ranks would have chunks of another size, or none."""
+    return all(set(lay.axes(placement.operands[place].dims[dim])) <= set(layout) for place, dim, layout in cuts)
 
 
 def _beside(call: Call, source: Sharding) -> Iterator[Sharding]:
