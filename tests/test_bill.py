@@ -236,7 +236,7 @@ def test_a_wrong_bound(wrong: object) -> None:
 
 def test_without_a_bound_only_what_another_annotation_would_halve_is_warned_of() -> None:
     """Of large tensors: y is wanted by columns for no reason, so that all of it is sent to where it is not made."""
-    message = r"the plan moves [\d,]+ bytes per rank; the largest collective is the all-to-all of y .*Leave out .* of y"
+    message = r"the plan moves [\d,]+ bytes per rank; the largest collective is the all-to-all of h .*Leave out .* of y"
     with pytest.warns(mf.PlanWarning, match=message):
         crossed(16384, 16).compile()
     with warnings.catch_warnings():

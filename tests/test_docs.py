@@ -37,7 +37,7 @@ def run_forked(folder: Path, script: Path, *words: str) -> str:
 
 PAGES = [
     ("README.md", "readme.py"), ("docs/context-parallel.md", "ring.py"), ("docs/models.md", "models.py"),
-    ("docs/session.md", "session.py"),
+    ("docs/session.md", "session.py"), ("docs/recipes.md", "recipes.py"),
 ]  # fmt: skip
 
 
