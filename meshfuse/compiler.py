@@ -172,7 +172,7 @@ def decided(graph: Graph, default_mesh: DeviceMesh, effort: Effort = Effort.AUTO
     that is over parts of axes, what the user wrote is, too.
     """
     plan = Propagation(default_mesh)
-    plain, best = _forms(graph, plan) if effort.rewrites else (plan(graph),) * 2
+    plain, best = _forms(graph, plan) if effort.rewrites else (apply_distributed_forms(graph, plan),) * 2
     for other in _rewritten(graph) if effort.rewrites else ():
         best = cheaper(best, _forms(other, plan)[1])
     parts = effort.in_parts(graph)

@@ -16,7 +16,7 @@ from meshfuse.graph import Graph
 from meshfuse.planner import program
 from meshfuse.planner.effort import Effort
 from meshfuse.planner.equal_layers import deciders
-from meshfuse.planner.optimum import Optimum, optimum
+from meshfuse.planner.optimum import Optimum, solved
 from meshfuse.plans.plan_cost import plan_cost
 from meshfuse.propagation import ShardedDefinition, propagate
 from meshfuse.report.bill import bill_of
@@ -102,7 +102,7 @@ def each_for_itself(graph: Graph, mesh: mf.DeviceMesh) -> Optimum:
     """The optimum in which layers share nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "deciders", lambda graph, _: tuple(range(len(graph.nodes))))
-        return optimum(graph, mesh)
+        return solved(graph, mesh).refined(parts=False)
 
 
 def wire(plan: ShardedDefinition) -> float:

@@ -22,7 +22,7 @@ from meshfuse.ops.values import TensorType
 from meshfuse.planner.cost_graph import Between, Classes, CostGraph, FromEither, Same
 from meshfuse.planner.dual_ascent import solve
 from meshfuse.planner.elimination import Assignment
-from meshfuse.planner.optimum import Optimum, _among, _decoded, _named_axes, optimum, parts_of_axes
+from meshfuse.planner.optimum import Optimum, _among, _decoded, _named_axes, parts_of_axes, solved
 from meshfuse.planner.prices import Prices
 from meshfuse.planner.program import Program
 from meshfuse.planner.reshard_costs import exact_seconds, reshard_costs, whole_axes
@@ -154,7 +154,7 @@ def test_a_plan_is_the_best_of_all_plans() -> None:
     for fd in small_programs():
         graph = graph_of(fd)
         (mesh,) = {sharding.mesh for sharding in graph.annotations.values()}
-        best = optimum(graph, mesh)
+        best = solved(graph, mesh).refined(parts=False)
         assert best.gap == 0
         program = Program(graph, (mesh,), Prices(whole_axes), _among(_named_axes(graph), whole_axes))
         program.build()
@@ -185,7 +185,7 @@ def test_the_example_has_the_optimum_of_two_other_planners(shape, names, moves: 
     fused.annotate(gpt, mesh)
     shapes = [(8, 128), (8, 128), *map(tuple, model.param_shapes(model.GPT).values())]
     graph = _graph(gpt.fd.recording, dict(zip(gpt.fd.recording.input_tensors(), shapes, strict=True)), {})
-    best = optimum(graph, mesh)
+    best = solved(graph, mesh).refined(parts=False)
     assert best.gap == 0
     assert plan_cost(ShardedDefinition(graph, best.choices, best.shardings)).moving <= moves * 1.0001e-6
 

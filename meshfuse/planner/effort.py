@@ -16,7 +16,7 @@ VARIABLE = "MESHFUSE_SEARCH"
 class Effort(Enum):
     """How long programs are planned.
 
-    FAST: once, over whole axes, as the user wrote them.
+    FAST: over whole axes, as the user wrote them; an op may be in parts, each of a rank's own elements.
     AUTO: also written in other ops, and over parts of axes where links have no latency: more collectives of less are
         then no dearer.
     THOROUGH: over parts of axes whatever the links.
@@ -28,7 +28,7 @@ class Effort(Enum):
 
     @property
     def rewrites(self) -> bool:
-        """Whether a program that may be written in other ops is planned in these, too."""
+        """Whether a program of which several ops together may be written in others is planned in these, too."""
         return self is not Effort.FAST
 
     def in_parts(self, graph: Graph) -> bool:

@@ -170,9 +170,9 @@ def _layouts(
 
 
 def _fits(layout: Layout, n: int) -> bool:
-    """Whether all blocks are of one size, or one axis cuts a size that it does not divide, and most ranks have some."""
+    """Whether all blocks are of one size, or axes cut a size that they do not divide, and most ranks have some."""
     extent = lay.extent(layout)
-    return not n % extent or (len(layout) == 1 and extent < 2 * n)
+    return not n % extent or extent < 2 * n
 
 
 def _has_gaps(axes: Sequence[Split], at: Sequence[int | None]) -> bool:

@@ -120,16 +120,19 @@ def _solved(program: Program, known: Sequence[Label] = (), sweeps: int = MOST_SW
     """The best assignment, at prices that are exact for what it uses; `known` is a good one, if one is known."""
     program.build()
     found = solve(program.costs, known=program.assigned(known) if known else None, sweeps=sweeps)
+    best = found.assignment.labels
     for _ in range(_MOST_ROUNDS):
         if not program.prices.correct(program.used(found.assignment.labels)):
-            break
-        before, labels = program.costs, program.chosen(found.assignment.labels)
+            return found
+        before = program.costs
         program.build()
         now = found.repriced(before, program.costs)
         if now.gap <= found.gap + (ADVANCE if found.gap else 0.0):
             return now
-        found = solve(program.costs, known=program.assigned(labels), sweeps=sweeps)
-    return found
+        best = min(best, found.assignment.labels, key=program.costs.value)
+        found = solve(program.costs, known=program.assigned(program.chosen(best)), sweeps=sweeps)
+    # The last one may look good at prices that are not exact.
+    return Certified(Assignment(best, program.costs.value(best)), found.bound)
 
 
 def _in_parts(program: Program, found: Certified, atoms_of: AtomsOf) -> tuple[Program, Certified]:

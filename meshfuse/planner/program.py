@@ -8,6 +8,7 @@ its annotation, and its readers take it from there alone.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -554,7 +555,10 @@ def _keeps_chunks(placement: Placement, cuts: Sequence[tuple[int, int, Layout]])
 
 
 def _beside(call: Call, source: Sharding) -> Iterator[Sharding]:
-    """Shardings of a window whose source lies over ranks along dims that the window changes: these axes on another."""
+    """Shardings of a window whose source lies over ranks along dims that the window changes.
+
+    These axes on another dim, or a part of them where they are.
+    """
     shape, target = call.types[0].shape, call.results[0].shape
     if len(shape) != len(target):
         return
@@ -566,6 +570,17 @@ def _beside(call: Call, source: Sharding) -> Iterator[Sharding]:
         if layout and (not n % lay.extent(layout) or (is_uneven and lay.extent(layout) <= n)):
             dims = [WHOLE if e in changed else layout if e == d else o for e, o in enumerate(source.dims)]
             yield Sharding(source.mesh, tuple(dims))
+    for d in changed:
+        for kept in _parts(lay.axes(source.dims[d])):
+            layout = lay.canonical(kept, target[d])
+            if lay.extent(layout) < 2 * target[d]:
+                yield source.with_dims([layout if e == d else o for e, o in enumerate(source.dims)])
+
+
+def _parts(axes: Layout) -> Iterator[Layout]:
+    """Some of several axes, in their order."""
+    for count in range(1, len(axes)):
+        yield from itertools.combinations(axes, count)
 
 
 def _scattered(made: Sharding, dim: int, n: int) -> Sharding | None:

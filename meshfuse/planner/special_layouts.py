@@ -7,6 +7,7 @@ followed through the ops' rules, forward and back; each is then a start for the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -57,7 +58,8 @@ class SpecialLayouts:
         sizes = [factor.size for factor in node.rule.factors]
         only = (tuple([lt if self._is_special(lt, n) else WHOLE for lt, n in zip(found, sizes, strict=True)])
                 for found in self._asked(node))  # fmt: skip
-        return tuple(dict.fromkeys(layouts for layouts in only if any(layouts)))
+        alone = tuple(dict.fromkeys(layouts for layouts in only if any(layouts)))
+        return tuple(dict.fromkeys([*alone, *_together(alone)]))
 
     def of_tensor(self, tensor: int) -> tuple[Dims, ...]:
         """The layouts of a tensor's dims of which some are special."""
@@ -89,6 +91,14 @@ class SpecialLayouts:
         for tensor, factors, shape in _tensors(node):
             for dims in self.dims.get(tensor, ()):
                 yield representable(node.rule, layouts_of(node.rule, factors, shape, dims))
+
+
+def _together(asked: Sequence[Layouts]) -> Iterator[Layouts]:
+    """What two ask for, of different factors and different axes."""
+    for one, other in itertools.combinations(asked, 2):
+        names = [{split.axis for layout in layouts for split in lay.axes(layout)} for layouts in (one, other)]
+        if not names[0] & names[1] and not any(a and b for a, b in zip(one, other, strict=True)):
+            yield tuple([a or b for a, b in zip(one, other, strict=True)])
 
 
 def _gathered(dims: Dims, shape: Sequence[int]) -> Iterator[Dims]:
