@@ -132,7 +132,8 @@ class _Ascent:
         if order is None:
             return 0.0
         within = [np.flatnonzero(slack <= levels[low - 1]) for slack in slacks]
-        kept = [labels if len(labels) else slack.argmin()[None] for labels, slack in zip(within, slacks, strict=True)]
+        least = [np.array([slack.argmin()]) for slack in slacks]
+        kept = [labels if len(labels) else one for labels, one in zip(within, least, strict=True)]
         self._eliminate(kept, order)
         return float(levels[low]) if low < len(levels) else np.inf
 

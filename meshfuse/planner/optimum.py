@@ -105,10 +105,10 @@ def _count(program: Program, atoms: int) -> int:
 
 def _named_axes(graph: Graph) -> frozenset[tuple[DeviceMesh, str]]:
     """The axes that some annotation has; all others stay idle."""
-    found = {(s.mesh, split.axis) for s in graph.annotations.values()
+    found = {(s.mesh, split.axis or "") for s in graph.annotations.values()
              for splits in (*s.dims, s.partial) for split in splits if split.bound}  # fmt: skip
     layouts = {layout for layouts in graph.reductions.values() for layout in layouts}
-    axes = {split.axis for layout in layouts for split in layout if split.bound}
+    axes = {split.axis or "" for layout in layouts for split in layout if split.bound}
     return frozenset(found | {(s.mesh, axis) for s in graph.annotations.values() for axis in axes})
 
 

@@ -111,7 +111,7 @@ class _Tables:
         elif len(around) == 1:
             self._add_costs(around[0], least)
         else:
-            self._add(*around, least)
+            self._add(around[0], around[1], least)
 
     def _add(self, a: int, b: int, table: Costs) -> None:
         """What two variables cost together; what depends on one alone is that one's own."""
