@@ -200,6 +200,16 @@ def carried_operands(call: Call, rule: Rule) -> tuple[tuple[tuple[int, ...], str
     return tuple((operands, reduce) for operands in sets if operands and passes(call, rule, operands, reduce))
 
 
+@functools.lru_cache(maxsize=1 << 14)
+def others(placement: Placement, axis: str) -> tuple[object, ...]:
+    """On which dims of an op's operands and results all axes but one are, in any order, and which are unreduced."""
+    return tuple([
+        (*[frozenset([s.axis for s in layout if s.bound and s.axis != axis]) for layout in sharding.dims],
+         frozenset([s.axis for s in sharding.partial if s.axis != axis]))
+        for sharding in (*placement.operands, *placement.results)
+    ])  # fmt: skip
+
+
 def own_seconds(call: Call, placement: Placement) -> float:
     """Seconds of one rank's computation, with what terms that may overflow are worth (`EARLIER`).
 

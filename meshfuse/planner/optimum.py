@@ -6,9 +6,11 @@ closed forms; those that the answer uses are then worked out exactly, and the pr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..graph import Graph, Node
 from ..mesh import DeviceMesh
@@ -17,9 +19,10 @@ from ..sharding.layout import Split
 from ..sharding.value import Sharding
 from .dual_ascent import ADVANCE, MOST_SWEEPS, TOLERANCE, Certified, solve
 from .elimination import Assignment
+from .equal_layers import deciders
 from .labels import Label, Spot
 from .prices import Prices
-from .program import Program
+from .program import Program, whole_labels
 from .reshard_costs import Atoms, AtomsOf, whole_axes
 from .stationary import check_stationary
 
@@ -51,43 +54,81 @@ class Optimum:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """A program whose ops are on whole axes and whose equal layers are all alike, and its best assignment."""
+    """A program whose ops are on whole axes and whose equal layers are all alike, and its best assignment.
+
+    `axes` are those that were placed one after another, where there were too many labels for all at once.
+    """
 
     program: Program
     found: Certified
+    axes: tuple[str, ...] = ()
 
     def plan(self) -> Optimum:
         """The plan of this assignment."""
-        return _decoded(self.program, self.found.assignment, self.found.gap)
+        return _decoded(self.program, self.found.assignment, None if self.axes else self.found.gap)
 
     def refined(self, parts: bool) -> Optimum:
         """The plan whose first and last layers may be others.
 
         parts: place the parts of axes one by one, too: 8 ranks as 2 x 2 x 2.
         """
-        program, found = _with_ends(self.program, self.found)
-        if not parts:
-            return _decoded(program, found.assignment, found.gap)
-        return _decoded(*_with_parts(program, found, _among(_named_axes(program.graph), parts_of_axes)))
+        there = self._with_ends()
+        atoms_of = _among(_named_axes(self.program.graph), parts_of_axes)
+        if not parts or all(len(atoms_of(mesh)) == len(self.program.atoms_of(mesh)) for mesh in self.program.meshes):
+            return there.plan()
+        if not self.axes and _count(self.program.ops, self.program.graph, atoms_of) <= _MOST_LABELS:
+            program, best = _all_parts(there.program, there.found, atoms_of)
+            if not best.gap:
+                return _decoded(program, best.assignment, best.gap)
+        program, best = _in_parts(there.program, there.found, atoms_of)
+        return _decoded(program, best.assignment, None)
+
+    def _with_ends(self) -> Solved:
+        """With the first and the last one of equal layers other than those between, if that pays.
+
+        The bound stays that of plans whose layers are all equal.
+        """
+        program, found = self.program, self.found
+        if len(program.ops) == len(program.graph.nodes):
+            return self
+
+        def with_ends(labels: Sequence[Label], along: str | None) -> Program:
+            return dataclasses.replace(program, around=labels, along=along, ends=True)
+
+        there, better = _one_by_one(with_ends, self.axes or (None,), program, found)
+        bound = min(found.bound, better.assignment.value)
+        return dataclasses.replace(self, program=there, found=Certified(better.assignment, bound))
 
 
 def solved(graph: Graph, default_mesh: DeviceMesh) -> Solved:
     """A graph's best assignment on the meshes that its annotations name, or on this one."""
     meshes = tuple(dict.fromkeys(note.mesh for note in graph.annotations.values())) or (default_mesh,)
-    program = Program(graph, meshes, Prices(whole_axes), _among(_named_axes(graph), whole_axes))
-    return Solved(program, _solved(program))
+    prices, atoms_of = Prices(whole_axes), _among(_named_axes(graph), whole_axes)
+    axes = [axis.axis or "" for axis in sorted(atoms_of(meshes[0]), key=lambda axis: -(axis.size or 1))]
+    if len(meshes) > 1 or len(axes) < 2 or _count(set(deciders(graph)), graph, atoms_of) <= _MOST_LABELS:
+        program = Program(graph, meshes, prices, atoms_of)
+        return Solved(program, _solved(program))
+
+    def along(labels: Sequence[Label], axis: str) -> Program:
+        return Program(graph, meshes, prices, atoms_of, labels, along=axis)
+
+    program = along(whole_labels(graph, meshes[0], atoms_of), axes[0])
+    return Solved(*_one_by_one(along, axes, program, _solved(program)), tuple(axes))
 
 
-def _with_parts(program: Program, found: Certified, atoms_of: AtomsOf) -> tuple[Program, Assignment, float | None]:
-    """The best assignment over parts of axes, and its gap: at once where these are few and it is proven the best."""
-    if all(len(atoms_of(mesh)) == len(program.atoms_of(mesh)) for mesh in program.meshes):
-        return program, found.assignment, found.gap
-    if _count(program, max(len(atoms_of(mesh)) for mesh in program.meshes)) <= _MOST_LABELS:
-        there, best = _all_parts(program, found, atoms_of)
-        if not best.gap:
-            return there, best.assignment, best.gap
-    there, best = _in_parts(program, found, atoms_of)
-    return there, best.assignment, None
+def _one_by_one(
+    make: Callable[[Sequence[Label], Any], Program], ways: Sequence[Any], program: Program, found: Certified
+) -> tuple[Program, Certified]:
+    """The best assignment that is found by what each of some ways leaves free in turn, as long as that pays."""
+    labels, idle, at = program.chosen(found.assignment.labels), 0, 0
+    while idle < len(ways):
+        there = make(labels, ways[at % len(ways)])
+        better = _solved(there, labels, _FEW_SWEEPS)
+        improved = better.assignment.value < found.assignment.value * (1 - TOLERANCE)
+        idle, at = (1 if improved else idle + 1), at + 1
+        if improved:
+            program, found, labels = there, better, there.chosen(better.assignment.labels)
+    return program, found
 
 
 def _all_parts(program: Program, found: Certified, atoms_of: AtomsOf) -> tuple[Program, Certified]:
@@ -98,9 +139,24 @@ def _all_parts(program: Program, found: Certified, atoms_of: AtomsOf) -> tuple[P
     return there, _solved(there, labels)
 
 
-def _count(program: Program, atoms: int) -> int:
+def _in_parts(program: Program, found: Certified, atoms_of: AtomsOf) -> tuple[Program, Certified]:
+    """The best assignment that is found by placing one part of an axis anew in all ops, as long as that pays."""
+    graph, meshes, prices, ends = program.graph, program.meshes, program.prices.over(parts_of_axes), program.ends
+    labels = [_in_atoms(program.atoms_of, atoms_of, label) for label in program.chosen(found.assignment.labels)]
+
+    def near(labels: Sequence[Label], part: int) -> Program:
+        return Program(graph, meshes, prices, atoms_of, labels, frozenset([part]), ends=ends)
+
+    first = near(labels, 0)
+    count = max(len(atoms_of(mesh)) for mesh in meshes)
+    return _one_by_one(near, range(count), first, _solved(first, labels, _FEW_SWEEPS))
+
+
+def _count(ops: Iterable[int], graph: Graph, atoms_of: AtomsOf) -> int:
     """About how many labels the ops have."""
-    return sum((len(program.graph.nodes[op].rule.factors) + 1) ** atoms for op in program.ops)
+    meshes = {note.mesh for note in graph.annotations.values()}
+    atoms = max([len(atoms_of(mesh)) for mesh in meshes], default=0)
+    return sum((len(graph.nodes[op].rule.factors) + 1) ** atoms for op in ops)
 
 
 def _named_axes(graph: Graph) -> frozenset[tuple[DeviceMesh, str]]:
@@ -133,40 +189,6 @@ def _solved(program: Program, known: Sequence[Label] = (), sweeps: int = MOST_SW
         found = solve(program.costs, known=program.assigned(program.chosen(best)), sweeps=sweeps)
     # The last one may look good at prices that are not exact.
     return Certified(Assignment(best, program.costs.value(best)), found.bound)
-
-
-def _in_parts(program: Program, found: Certified, atoms_of: AtomsOf) -> tuple[Program, Certified]:
-    """The best assignment that is found by placing one part of an axis anew in all ops, as long as that pays."""
-    prices = program.prices.over(parts_of_axes)
-    labels = [_in_atoms(program.atoms_of, atoms_of, label) for label in program.chosen(found.assignment.labels)]
-    count = max(len(atoms_of(mesh)) for mesh in program.meshes)
-    ways = [frozenset([free]) for free in range(count)]
-    best, idle, at = found.assignment.value, 0, 0
-    while idle < len(ways):
-        free = ways[at % len(ways)]
-        there = Program(program.graph, program.meshes, prices, atoms_of, labels, free, program.ends)
-        better = _solved(there, labels, _FEW_SWEEPS)
-        improved = better.assignment.value < best * (1 - TOLERANCE)
-        idle, at = (0 if improved else idle + 1), at + 1
-        if improved:
-            best, labels = better.assignment.value, there.chosen(better.assignment.labels)
-            program, found = there, better
-    return program, found
-
-
-def _with_ends(program: Program, found: Certified) -> tuple[Program, Certified]:
-    """With the first and the last one of equal layers other than those between, if that pays.
-
-    The bound stays that of plans whose layers are all equal.
-    """
-    if len(program.ops) == len(program.graph.nodes):
-        return program, found
-    labels = program.chosen(found.assignment.labels)
-    there = Program(program.graph, program.meshes, program.prices, program.atoms_of, labels, ends=True)
-    better = _solved(there, labels, _FEW_SWEEPS).assignment
-    if better.value >= found.assignment.value * (1 - TOLERANCE):
-        return program, found
-    return there, Certified(better, min(found.bound, better.value))
 
 
 def _in_atoms(axes_of: AtomsOf, atoms_of: AtomsOf, label: Label) -> Label:

@@ -28,7 +28,7 @@ from ..sharding.value import Sharding
 from .cost_graph import Between, Classes, CostGraph, Costs, Digits, Edge, FromEither, Same
 from .elimination import Assignment, eliminate, elimination_order
 from .equal_layers import deciders
-from .labels import Label, Near, Spot, axis_labels, identity, nowhere, own_seconds
+from .labels import Label, Near, Spot, axis_labels, identity, nowhere, others, own_seconds
 from .prices import Pair, Prices, Shardings
 from .reshard_costs import AtomsOf
 from .special_layouts import SpecialLayouts
@@ -102,6 +102,7 @@ class Program:
     around: a label of every op, which it has in any case; the only one of an op that works in chunks, which parts of
         axes would leave nothing to do with.
     free: numbers of atoms; only labels that differ from `around` in where these are then considered. None: all.
+    along: an axis; only labels in which all others are on what they are on in `around` are then considered. None: all.
     ends: whether the first and the last one of equal layers may differ from those between.
     """
 
@@ -111,6 +112,7 @@ class Program:
     atoms_of: AtomsOf
     around: Sequence[Label] = ()
     free: frozenset[int] | None = None
+    along: str | None = None
     ends: bool = False
     labels: list[Labels] = field(default_factory=list)
     costs: CostGraph = field(default_factory=CostGraph)
@@ -220,7 +222,7 @@ class Program:
         return Labels(placements, np.array([seconds for _, seconds in found.values()]), spots, ties)
 
     def _meshes_of(self, node: Node) -> Sequence[DeviceMesh]:
-        if self.free is not None:
+        if self.free is not None or self.along is not None:
             return (self.around[node.id].placement.results[0].mesh,)
         notes = [self.graph.annotations[i] for i in node.outputs if i in self.graph.annotations]
         return [note.mesh for note in notes[:1]] or self.meshes
@@ -234,18 +236,21 @@ class Program:
         if self.around and self.around[node.id].placement.results[0].mesh == mesh:
             here = self.around[node.id]
             yield here, own_seconds(call, here.placement)
-            if self._is_in_chunks(node):
+            if self._is_in_chunks(node) and self.along is None:
                 return
             if self.free is not None:
                 near = Near(here.spot or nowhere(rule, atoms), self.free)
         cuts = [*self._cuts(node)]
         asked = special.of_op(node) if near is None else ()
-        for label in axis_labels(call, rule, mesh, atoms, asked, reductions, near):
-            if not cuts or _keeps_chunks(label.placement, cuts):
-                yield label, own_seconds(call, label.placement)
+        labels = axis_labels(call, rule, mesh, atoms, asked, reductions, near)
         if call.op.window is not None:
-            for placement in self._windows(node, mesh, special, made):
-                yield Label(placement, None), own_seconds(call, placement)
+            labels = (*labels, *[Label(placement, None) for placement in self._windows(node, mesh, special, made)])
+        if self.along is not None:
+            wanted = others(self.around[node.id].placement, self.along)
+            labels = tuple([label for label in labels if others(label.placement, self.along) == wanted])
+        for label in labels:
+            if not cuts or label.spot is None or _keeps_chunks(label.placement, cuts):
+                yield label, own_seconds(call, label.placement)
 
     def _windows(
         self, node: Node, mesh: DeviceMesh, special: SpecialLayouts, made: Mapping[int, dict[Sharding, None]]
@@ -547,6 +552,12 @@ class Program:
             made, end = self._made(tensor, chosen), self._end_of(tensor, chosen)
             pairs += [(made, end, ttype)] if end is not None else []
         return pairs
+
+
+def whole_labels(graph: Graph, mesh: DeviceMesh, atoms_of: AtomsOf) -> list[Label]:
+    """For every op the label in which it is whole on all ranks, but for what the user says of its reductions."""
+    atoms, said = atoms_of(mesh), graph.reductions
+    return [axis_labels(node.call, node.rule, mesh, atoms, (), said.get(node.id, ()))[0] for node in graph.nodes]
 
 
 def _keeps_chunks(placement: Placement, cuts: Sequence[tuple[int, int, Layout]]) -> bool:
