@@ -110,7 +110,7 @@ def solved(graph: Graph, default_mesh: DeviceMesh) -> Solved:
         return Solved(program, _solved(program))
 
     def along(labels: Sequence[Label], axis: str) -> Program:
-        return Program(graph, meshes, prices, atoms_of, labels, along=axis)
+        return Program(graph, meshes, prices, atoms_of, labels, along=axis, homes=True)
 
     program = along(whole_labels(graph, meshes[0], atoms_of), axes[0])
     return Solved(*_one_by_one(along, axes, program, _solved(program)), tuple(axes))

@@ -83,6 +83,14 @@ class Shared:
         return (self.made[row],) if copy is None else (self.made[row], copy)
 
 
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A tensor's variable where all its readers take it from one place: its labels are these."""
+
+    variable: int
+    places: Shardings
+
+
 _T = TypeVar("_T", bound=Hashable)
 
 
@@ -104,6 +112,8 @@ class Program:
     free: numbers of atoms; only labels that differ from `around` in where these are then considered. None: all.
     along: an axis; only labels in which all others are on what they are on in `around` are then considered. None: all.
     ends: whether the first and the last one of equal layers may differ from those between.
+    homes: whether all readers of a tensor take it from one place, which makes for far smaller tables of elimination. As
+        slices cost nothing, there is little that a copy beside the tensor saves more.
     """
 
     graph: Graph
@@ -114,6 +124,7 @@ class Program:
     free: frozenset[int] | None = None
     along: str | None = None
     ends: bool = False
+    homes: bool = False
     labels: list[Labels] = field(default_factory=list)
     costs: CostGraph = field(default_factory=CostGraph)
     inputs: dict[int, Shardings] = field(default_factory=dict)
@@ -127,7 +138,7 @@ class Program:
     tensors: Counter[int] = field(default_factory=Counter)  # by such a tensor, for how many it stands
     streamed: frozenset[int] = frozenset()
     variables: dict[int, int] = field(default_factory=dict)  # of ops
-    shared: dict[int, Shared] = field(default_factory=dict)
+    shared: dict[int, Shared | Home] = field(default_factory=dict)
     edges_of: list[list[Edge]] = field(default_factory=list)  # by variable
     limit: float = 0.0
     kept: dict[int, frozenset[str]] = field(default_factory=dict)  # by stationary tensor the axes along which it stays
@@ -399,6 +410,9 @@ class Program:
         """A tensor whose readers may share a copy."""
         needs = {self.deciders[node]: self._needs(tensor, node) for node in self.readers[tensor]}
         copies = self._copies(tensor, needs)
+        if self.homes:
+            self._settle(tensor, variable, (have, made), needs, copies)
+            return
         shared = self.shared[tensor] = Shared(variable, have, (*copies, None))
         costs = self._copy_costs(tensor, have, copies)
         rows, columns = (Digits((len(have), len(shared.copies)), axis) for axis in (0, 1))
@@ -408,6 +422,25 @@ class Program:
         if made is not None:
             maker = self.variables[self.makers[tensor][0]]
             self.costs.edges.append(Same((maker, variable), made, rows, self.impossible))
+
+    def _settle(
+        self, tensor: int, variable: int, source: tuple[Shardings, Classes | None], needs: Mapping[int, Needs],
+        copies: Shardings,
+    ) -> None:  # fmt: skip
+        """A tensor whose readers all take it from one place: where it is made, or where it is brought once."""
+        (have, made), times, readers = source, self.tensors[tensor], self._readers_of(tensor)
+        places, numbered = _classes(tuple(dict.fromkeys((*have, *copies))))
+        self.shared[tensor] = Home(variable, places)
+        moves = self._table(have, places, tensor) * times
+        costs = by_preference([*map(sharding_key, places)]) * own(self.numbers[tensor])
+        if tensor in self.graph.outputs and tensor not in self.given:
+            costs = costs + self._end_costs(tensor, places) * times
+        self.costs.costs[variable] = costs + moves.min(0) if made is None else costs
+        if made is not None:
+            self.costs.edges.append(Between((self.variables[self.makers[tensor][0]], variable), moves, made, numbered))
+        for node, need in needs.items():
+            table = self._read(places, need, tensor) * (times * readers[node])
+            self.costs.edges.append(Between((variable, self.variables[node]), table, numbered, need.classes))
 
     def _copies(self, tensor: int, needs: dict[int, Needs]) -> Shardings:
         """The shardings that more than one reader may need."""
@@ -461,8 +494,11 @@ class Program:
     def there(self, tensor: int, chosen: Sequence[int]) -> tuple[Sharding, ...]:
         """Where a tensor is in an assignment: where it is made, and its copy."""
         shared = self.shared.get(self.alike[tensor])
-        if shared is not None:
+        if isinstance(shared, Shared):
             return shared.label(chosen[shared.variable])
+        if shared is not None:
+            made = self.given[tensor][0] if tensor in self.given else self._made(tensor, chosen)
+            return tuple(dict.fromkeys((made, shared.places[chosen[shared.variable]])))
         return self.given[tensor] if tensor in self.given else (self._made(tensor, chosen),)
 
     def _made(self, tensor: int, chosen: Sequence[int]) -> Sharding:
