@@ -177,7 +177,7 @@ def decided(graph: Graph, default_mesh: DeviceMesh, effort: Effort = Effort.AUTO
         best = cheaper(best, _forms(other, plan)[1])
     parts = effort.in_parts(graph)
     forms = (plain, best) if parts and best is not plain else (best,)
-    return functools.reduce(cheaper, [plan.refined(found.graph, parts) for found in forms])
+    return functools.reduce(cheaper, [plan.refined(found.graph, parts, found.choices) for found in forms])
 
 
 def _rewritten(graph: Graph) -> Iterator[Graph]:

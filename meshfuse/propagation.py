@@ -6,13 +6,15 @@ factor form of the rules is GSPMD's and Shardy's; deciding by modelled time is o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .graph import Graph
 from .mesh import DeviceMesh
 from .placement.options import Choice
 from .planner.optimum import Optimum, Solved, solved
+from .planner.prices import Prices
+from .planner.reshard_costs import whole_axes
 from .sharding.value import Sharding
 
 
@@ -77,21 +79,25 @@ class Propagation:
 
     def __init__(self, default_mesh: DeviceMesh):
         self.default_mesh = default_mesh
+        self._prices = Prices(whole_axes)
         self._solved: dict[int, Solved] = {}  # by identity of graphs, which stay alive in it
 
     def __call__(self, graph: Graph) -> ShardedDefinition:
         return _sharded(graph, self._of(graph).plan())
 
-    def refined(self, graph: Graph, parts: bool) -> ShardedDefinition:
+    def refined(self, graph: Graph, parts: bool, known: Sequence[Choice] = ()) -> ShardedDefinition:
         """The plan in which the first and the last of equal layers may differ (`planner.equal_layers`).
 
         parts: place the parts of axes one by one, too.
+        known: the best choices for the graph over whole axes and with equal layers all alike, if they are known.
         """
-        return _sharded(graph, self._of(graph).refined(parts))
+        placements = [choice.placement for choice in known]
+        found = self._solved.get(id(graph)) or solved(graph, self.default_mesh, self._prices, placements)
+        return _sharded(graph, found.refined(parts))
 
     def _of(self, graph: Graph) -> Solved:
         if id(graph) not in self._solved:
-            self._solved[id(graph)] = solved(graph, self.default_mesh)
+            self._solved[id(graph)] = solved(graph, self.default_mesh, self._prices)
         return self._solved[id(graph)]
 
 

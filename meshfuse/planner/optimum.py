@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..graph import Graph, Node
 from ..mesh import DeviceMesh
+from ..placement.factors import Placement
 from ..placement.options import Choice, RunnerUp
 from ..sharding.layout import Split
 from ..sharding.value import Sharding
 from .dual_ascent import ADVANCE, MOST_SWEEPS, TOLERANCE, Certified, solve
 from .elimination import Assignment
-from .equal_layers import deciders
+from .frame import Frame
 from .labels import Label, Spot
 from .prices import Prices
 from .program import Program, whole_labels
@@ -73,10 +76,12 @@ class Solved:
         parts: place the parts of axes one by one, too: 8 ranks as 2 x 2 x 2.
         """
         there = self._with_ends()
-        atoms_of = _among(_named_axes(self.program.graph), parts_of_axes)
-        if not parts or all(len(atoms_of(mesh)) == len(self.program.atoms_of(mesh)) for mesh in self.program.meshes):
+        atoms_of = _among(_named_axes(self.program.frame.graph), parts_of_axes)
+        if not parts or all(
+            len(atoms_of(mesh)) == len(self.program.atoms_of(mesh)) for mesh in self.program.frame.meshes
+        ):
             return there.plan()
-        if not self.axes and _count(self.program.ops, self.program.graph, atoms_of) <= _MOST_LABELS:
+        if not self.axes and _count(self.program.frame, atoms_of) <= _MOST_LABELS:
             program, best = _all_parts(there.program, there.found, atoms_of)
             if not best.gap:
                 return _decoded(program, best.assignment, best.gap)
@@ -84,45 +89,50 @@ class Solved:
         return _decoded(program, best.assignment, None)
 
     def _with_ends(self) -> Solved:
-        """With the first and the last one of equal layers other than those between, if that pays.
+        """With the first and the last one of equal layers other than those between, which stay, if that pays.
 
         The bound stays that of plans whose layers are all equal.
         """
         program, found = self.program, self.found
-        if len(program.ops) == len(program.graph.nodes):
+        if len(program.frame.ops) == len(program.frame.graph.nodes):
             return self
-
-        def with_ends(labels: Sequence[Label], along: str | None) -> Program:
-            return dataclasses.replace(program, around=labels, along=along, ends=True)
-
-        there, better = _one_by_one(with_ends, self.axes or (None,), program, found)
-        bound = min(found.bound, better.assignment.value)
-        return dataclasses.replace(self, program=there, found=Certified(better.assignment, bound))
+        frame = Frame.of(program.frame.graph, program.frame.meshes, ends=True)
+        make = functools.partial(Program, frame, program.prices, program.atoms_of, homes=program.homes)
+        there, better = _one_by_one(make, [{"along": axis} for axis in self.axes or (None,)], program, found)
+        return dataclasses.replace(self, program=there, found=better.above(found.bound))
 
 
-def solved(graph: Graph, default_mesh: DeviceMesh) -> Solved:
-    """A graph's best assignment on the meshes that its annotations name, or on this one."""
+def solved(graph: Graph, default_mesh: DeviceMesh, prices: Prices, known: Sequence[Placement] = ()) -> Solved:
+    """A graph's best assignment on the meshes that its annotations name, or on this one.
+
+    known: the placement of every op in it, if it is known and only the proof may be lacking.
+    """
     meshes = tuple(dict.fromkeys(note.mesh for note in graph.annotations.values())) or (default_mesh,)
-    prices, atoms_of = Prices(whole_axes), _among(_named_axes(graph), whole_axes)
-    axes = [axis.axis or "" for axis in sorted(atoms_of(meshes[0]), key=lambda axis: -(axis.size or 1))]
-    if len(meshes) > 1 or len(axes) < 2 or _count(set(deciders(graph)), graph, atoms_of) <= _MOST_LABELS:
-        program = Program(graph, meshes, prices, atoms_of)
+    frame, atoms_of = Frame.of(graph, meshes), _among(_named_axes(graph), whole_axes)
+    axes = tuple([axis.axis for axis in sorted(atoms_of(meshes[0]), key=lambda axis: -(axis.size or 1)) if axis.axis])
+    if len(meshes) > 1 or len(axes) < 2 or _count(frame, atoms_of) <= _MOST_LABELS:
+        program = Program(frame, prices, atoms_of)
         return Solved(program, _solved(program))
-
-    def along(labels: Sequence[Label], axis: str) -> Program:
-        return Program(graph, meshes, prices, atoms_of, labels, along=axis, homes=True)
-
-    program = along(whole_labels(graph, meshes[0], atoms_of), axes[0])
-    return Solved(*_one_by_one(along, axes, program, _solved(program)), tuple(axes))
+    labels = [Label(p, None) for p in known] or whole_labels(graph, meshes[0], atoms_of)
+    make = functools.partial(Program, frame, prices, atoms_of, homes=True)
+    program = make(labels, along=axes[0])
+    if known:
+        program.build()
+        return Solved(program, Certified(program.assigned(labels), -np.inf), axes)
+    ways = [{"along": axis} for axis in axes]
+    return Solved(*_one_by_one(make, ways, program, _solved(program), tried=1), axes)
 
 
 def _one_by_one(
-    make: Callable[[Sequence[Label], Any], Program], ways: Sequence[Any], program: Program, found: Certified
+    make: Callable[..., Program], ways: Sequence[Mapping[str, Any]], program: Program, found: Certified, tried: int = 0
 ) -> tuple[Program, Certified]:
-    """The best assignment that is found by what each of some ways leaves free in turn, as long as that pays."""
-    labels, idle, at = program.chosen(found.assignment.labels), 0, 0
+    """The best assignment that is found by what each of some ways leaves free in turn, as long as that pays.
+
+    tried: how many of the ways found it.
+    """
+    labels, idle, at = program.chosen(found.assignment.labels), tried, tried
     while idle < len(ways):
-        there = make(labels, ways[at % len(ways)])
+        there = make(labels, **ways[at % len(ways)])
         better = _solved(there, labels, _FEW_SWEEPS)
         improved = better.assignment.value < found.assignment.value * (1 - TOLERANCE)
         idle, at = (1 if improved else idle + 1), at + 1
@@ -135,28 +145,24 @@ def _all_parts(program: Program, found: Certified, atoms_of: AtomsOf) -> tuple[P
     """The best assignment over all parts of axes at once."""
     labels = [_in_atoms(program.atoms_of, atoms_of, label) for label in program.chosen(found.assignment.labels)]
     prices = program.prices.over(parts_of_axes)
-    there = Program(program.graph, program.meshes, prices, atoms_of, labels, ends=program.ends)
+    there = Program(program.frame, prices, atoms_of, labels)
     return there, _solved(there, labels)
 
 
 def _in_parts(program: Program, found: Certified, atoms_of: AtomsOf) -> tuple[Program, Certified]:
     """The best assignment that is found by placing one part of an axis anew in all ops, as long as that pays."""
-    graph, meshes, prices, ends = program.graph, program.meshes, program.prices.over(parts_of_axes), program.ends
     labels = [_in_atoms(program.atoms_of, atoms_of, label) for label in program.chosen(found.assignment.labels)]
-
-    def near(labels: Sequence[Label], part: int) -> Program:
-        return Program(graph, meshes, prices, atoms_of, labels, frozenset([part]), ends=ends)
-
-    first = near(labels, 0)
-    count = max(len(atoms_of(mesh)) for mesh in meshes)
-    return _one_by_one(near, range(count), first, _solved(first, labels, _FEW_SWEEPS))
+    frame, prices = program.frame, program.prices.over(parts_of_axes)
+    make = functools.partial(Program, frame, prices, atoms_of, homes=program.homes)
+    ways = [{"free": frozenset([part])} for part in range(max(len(atoms_of(mesh)) for mesh in frame.meshes))]
+    first = make(labels, **ways[0])
+    return _one_by_one(make, ways, first, _solved(first, labels, _FEW_SWEEPS), tried=1)
 
 
-def _count(ops: Iterable[int], graph: Graph, atoms_of: AtomsOf) -> int:
+def _count(frame: Frame, atoms_of: AtomsOf) -> int:
     """About how many labels the ops have."""
-    meshes = {note.mesh for note in graph.annotations.values()}
-    atoms = max([len(atoms_of(mesh)) for mesh in meshes], default=0)
-    return sum((len(graph.nodes[op].rule.factors) + 1) ** atoms for op in ops)
+    atoms = max(len(atoms_of(mesh)) for mesh in frame.meshes)
+    return sum((len(frame.graph.nodes[op].rule.factors) + 1) ** atoms for op in frame.ops)
 
 
 def _named_axes(graph: Graph) -> frozenset[tuple[DeviceMesh, str]]:
@@ -203,14 +209,16 @@ def _in_atoms(axes_of: AtomsOf, atoms_of: AtomsOf, label: Label) -> Label:
 
 
 def _decoded(program: Program, found: Assignment, gap: float | None) -> Optimum:
-    graph, chosen = program.graph, found.labels
-    if program.kept and found.value >= program.forbidden:
+    graph, chosen = program.frame.graph, found.labels
+    if program.frame.kept and found.value >= program.forbidden:
         operands = {node.id: program.placement(node.id, chosen).operands for node in graph.nodes}
-        check_stationary(graph, program.kept, {i: program.there(i, chosen)[0] for i in program.kept}, operands)
-    shardings = {i: given[0] for i, given in program.inputs.items()}
+        check_stationary(
+            graph, program.frame.kept, {i: program.there(i, chosen)[0] for i in program.frame.kept}, operands
+        )
+    shardings = {i: given[0] for i, given in program.frame.inputs.items()}
     for node in graph.nodes:
         shardings.update(zip(node.outputs, program.placement(node.id, chosen).results, strict=True))
-    free = [i for i in graph.outputs if i in program.makers and i not in graph.annotations]
+    free = [i for i in graph.outputs if i in program.frame.makers and i not in graph.annotations]
     shardings |= {i: program.left(i, chosen) for i in free} | dict(graph.annotations)
     known = dict[Hashable, Choice]()
     for node in graph.nodes:

@@ -27,13 +27,13 @@ from ..sharding.layout import WHOLE, Layout
 from ..sharding.value import Sharding
 from .cost_graph import Between, Classes, CostGraph, Costs, Digits, Edge, FromEither, Same
 from .elimination import Assignment, eliminate, elimination_order
-from .equal_layers import deciders
+from .frame import Frame
 from .labels import Label, Near, Spot, axis_labels, identity, nowhere, others, own_seconds
 from .prices import Pair, Prices, Shardings
 from .reshard_costs import AtomsOf
 from .special_layouts import SpecialLayouts
-from .stationary import moves_along, stationary_axes
-from .ties import by_preference, numbers, own, placement_key, sharding_key
+from .stationary import moves_along
+from .ties import by_preference, own, placement_key, sharding_key
 
 # Seconds that a copy costs at least: one that costs no more is made by slices, which need no sharing.
 _FREE = 2e-13
@@ -111,94 +111,51 @@ class Program:
         axes would leave nothing to do with.
     free: numbers of atoms; only labels that differ from `around` in where these are then considered. None: all.
     along: an axis; only labels in which all others are on what they are on in `around` are then considered. None: all.
-    ends: whether the first and the last one of equal layers may differ from those between.
     homes: whether all readers of a tensor take it from one place, which makes for far smaller tables of elimination. As
         slices cost nothing, there is little that a copy beside the tensor saves more.
     """
 
-    graph: Graph
-    meshes: tuple[DeviceMesh, ...]
+    frame: Frame
     prices: Prices
     atoms_of: AtomsOf
     around: Sequence[Label] = ()
     free: frozenset[int] | None = None
     along: str | None = None
-    ends: bool = False
     homes: bool = False
     labels: list[Labels] = field(default_factory=list)
     costs: CostGraph = field(default_factory=CostGraph)
-    inputs: dict[int, Shardings] = field(default_factory=dict)
-    given: dict[int, Shardings] = field(default_factory=dict)  # where inputs and annotated tensors are read from
-    makers: dict[int, tuple[int, int]] = field(default_factory=dict)  # by tensor its op, and which result it is
-    readers: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # by tensor and op, at which operands
-    deciders: tuple[int, ...] = ()  # by op the one whose variable is its own, too
-    ops: Counter[int] = field(default_factory=Counter)  # by op that decides, for how many
-    alike: dict[int, int] = field(default_factory=dict)  # by tensor the first one of which all the same is asked
-    numbers: Mapping[int, float] = field(default_factory=dict)  # of tensors, to tell equal ones apart
-    tensors: Counter[int] = field(default_factory=Counter)  # by such a tensor, for how many it stands
-    streamed: frozenset[int] = frozenset()
     variables: dict[int, int] = field(default_factory=dict)  # of ops
     shared: dict[int, Shared | Home] = field(default_factory=dict)
     edges_of: list[list[Edge]] = field(default_factory=list)  # by variable
     limit: float = 0.0
-    kept: dict[int, frozenset[str]] = field(default_factory=dict)  # by stationary tensor the axes along which it stays
 
     def __post_init__(self) -> None:
-        graph = self.graph
-        self.streamed = graph.streamed()
-        self.inputs = {i: self._given(i) for i in graph.input_tensors}
-        self.given = self.inputs | {i: (note,) for i, note in graph.annotations.items()}
-        for node in graph.nodes:
-            self.makers |= {i: (node.id, place) for place, i in enumerate(node.outputs)}
-            for place, i in enumerate(node.inputs):
-                self.readers.setdefault(i, {}).setdefault(node.id, []).append(place)
-        self.kept = stationary_axes(graph)
-        self.deciders = deciders(graph, self.ends)
-        self.ops = Counter(self.deciders)
-        first = dict[Hashable, int]()
-        self.alike = {i: first.setdefault(self._asked_of(i), i) for i in (*self.inputs, *self.makers)}
-        self.tensors = Counter(self.alike.values())
         self.labels = self._all_labels()
-        self.numbers = numbers(graph)
-
-    def _asked_of(self, tensor: int) -> Hashable:
-        """What a tensor's part of the costs follows from."""
-        maker, note = self.makers.get(tensor), self.graph.annotations.get(tensor)
-        made = self.ttype(tensor) if maker is None else (self.deciders[maker[0]], maker[1])
-        readers = Counter((self.deciders[node], *places) for node, places in self.readers.get(tensor, {}).items())
-        return made, note, self.kept.get(tensor), tensor in self.graph.outputs, frozenset(readers.items())
-
-    def _readers_of(self, tensor: int) -> Mapping[int, int]:
-        """The ops that decide for a tensor's readers, and for how many of them."""
-        return Counter(self.deciders[node] for node in self.readers.get(tensor, ()))
-
-    def _given(self, tensor: int) -> Shardings:
-        note = self.graph.annotations.get(tensor)
-        whole = [Sharding.replicated(mesh, len(self.graph.shape(tensor))) for mesh in self.meshes]
-        return tuple(whole) if note is None else (note,)
 
     def ttype(self, tensor: int) -> TensorType:
         """The type of a tensor."""
-        return self.graph.tensors[tensor].type
+        return self.frame.graph.tensors[tensor].type
 
     def _all_labels(self) -> list[Labels]:
         """The labels of every op, on each mesh; an op with an annotated result is on the annotation's."""
-        graph, out, known = self.graph, list[Labels](), dict[Hashable, Labels]()
-        special = {mesh: SpecialLayouts.of(graph, mesh) for mesh in self.meshes}
-        made = {i: dict.fromkeys(shardings) for i, shardings in self.inputs.items()}
+        frame, out, known = self.frame, dict[int, Labels](), dict[Hashable, Labels]()
+        graph, special = frame.graph, frame.special
+        made = {i: dict.fromkeys(shardings) for i, shardings in frame.inputs.items()}
         windowed = {node.inputs[0] for node in graph.nodes if node.call.op.window is not None}
-        for node in graph.nodes:
-            for mesh in self.meshes:
-                special[mesh].follow(node)
+        if windowed:  # Each adds to what is asked of the ops after it.
+            special = {mesh: layouts.copy() for mesh, layouts in special.items()}
+        for node in graph.nodes if windowed else [graph.nodes[op] for op in sorted(frame.ops)]:
+            for layouts in special.values() if windowed else ():
+                layouts.follow(node)
             key = self._kind(node, special)
             if key is None or key not in known:
                 known[key] = self._labels_of(node, special, made)
-            out.append(known[key])
+            out[node.id] = known[key]
             for place, i in enumerate(node.outputs) if windowed.intersection(node.outputs) else ():
-                results = [p.results[place] for p in out[-1].placements]
+                results = [p.results[place] for p in out[node.id].placements]
                 results += filter(None, [graph.annotations.get(i)])
                 made[i] = dict.fromkeys([*results, *(s.reduced() for s in results)])
-        return [out[decider] for decider in self.deciders]
+        return [out[decider] for decider in frame.deciders]
 
     def _kind(self, node: Node, special: Mapping[DeviceMesh, SpecialLayouts]) -> Hashable:
         """What an op's labels follow from; None for windows, whose labels follow from those of the ops before them."""
@@ -207,18 +164,25 @@ class Program:
         meshes = tuple(self._meshes_of(node))
         asked = tuple([special[mesh].of_op(node) for mesh in meshes]) if self.free is None else ()
         around = self.around[node.id] if self.around else None
-        facts = (self.graph.reductions.get(node.id), around, self._is_in_chunks(node), tuple(self._cuts(node)))
+        facts = (self.frame.graph.reductions.get(node.id), around, self._is_in_chunks(node), tuple(self._cuts(node)))
+        facts = (*facts, self._is_fixed(node))
         return (id(node.call), id(node.rule), meshes, asked, *facts)
+
+    def _is_fixed(self, node: Node) -> bool:
+        """Whether an op of a layer between others stays while the first and the last layer are placed."""
+        return self.frame.ends and self.frame.ops[node.id] > 1
 
     def _is_in_chunks(self, node: Node) -> bool:
         """Whether an op's result is moved in chunks, or an operand is cut into some by the user."""
-        return bool(self.graph.streams.keys() & set(node.outputs) or self.streamed.intersection(node.inputs))
+        return bool(
+            self.frame.graph.streams.keys() & set(node.outputs) or self.frame.streamed.intersection(node.inputs)
+        )
 
     def _cuts(self, node: Node) -> Iterator[tuple[int, int, Layout]]:
         """Of an op's operands, by place, those that the user cuts into chunks: the dim, and its layout."""
         for place, i in enumerate(node.inputs):
-            if i in self.streamed:
-                dim, note = self.graph.streams[i].dim, self.graph.annotations.get(i)
+            if i in self.frame.streamed:
+                dim, note = self.frame.graph.streams[i].dim, self.frame.graph.annotations.get(i)
                 yield place, dim, note.dims[dim] if note is not None else WHOLE
 
     def _labels_of(
@@ -235,40 +199,44 @@ class Program:
     def _meshes_of(self, node: Node) -> Sequence[DeviceMesh]:
         if self.free is not None or self.along is not None:
             return (self.around[node.id].placement.results[0].mesh,)
-        notes = [self.graph.annotations[i] for i in node.outputs if i in self.graph.annotations]
-        return [note.mesh for note in notes[:1]] or self.meshes
+        notes = [self.frame.graph.annotations[i] for i in node.outputs if i in self.frame.graph.annotations]
+        return [note.mesh for note in notes[:1]] or self.frame.meshes
 
     def _labels_on(
         self, node: Node, mesh: DeviceMesh, special: SpecialLayouts, made: Mapping[int, dict[Sharding, None]]
     ) -> Iterator[tuple[Label, float]]:
         """An op's labels on one mesh, with their seconds."""
         call, rule = node.call, node.rule
-        reductions, atoms, near = self.graph.reductions.get(node.id, ()), self.atoms_of(mesh), None
-        if self.around and self.around[node.id].placement.results[0].mesh == mesh:
-            here = self.around[node.id]
+        reductions, atoms, near = self.frame.graph.reductions.get(node.id, ()), self.atoms_of(mesh), None
+        here = self.around[node.id] if self.around else None
+        here = here if here is not None and here.placement.results[0].mesh == mesh else None
+        if here is not None and (self._is_fixed(node) or (self._is_in_chunks(node) and self.along is None)):
             yield here, own_seconds(call, here.placement)
-            if self._is_in_chunks(node) and self.along is None:
-                return
-            if self.free is not None:
-                near = Near(here.spot or nowhere(rule, atoms), self.free)
-        cuts = [*self._cuts(node)]
+            return
+        if here is not None and self.free is not None:
+            near = Near(here.spot or nowhere(rule, atoms), self.free)
         asked = special.of_op(node) if near is None else ()
         labels = axis_labels(call, rule, mesh, atoms, asked, reductions, near)
         if call.op.window is not None:
             labels = (*labels, *[Label(placement, None) for placement in self._windows(node, mesh, special, made)])
-        if self.along is not None:
-            wanted = others(self.around[node.id].placement, self.along)
+        if here is not None and self.along is not None:
+            wanted = others(here.placement, self.along)
             labels = tuple([label for label in labels if others(label.placement, self.along) == wanted])
+        cuts = [*self._cuts(node)]
         for label in labels:
             if not cuts or label.spot is None or _keeps_chunks(label.placement, cuts):
                 yield label, own_seconds(call, label.placement)
+        if here is not None:
+            yield here, own_seconds(call, here.placement)
 
     def _windows(
         self, node: Node, mesh: DeviceMesh, special: SpecialLayouts, made: Mapping[int, dict[Sharding, None]]
     ) -> list[Placement]:
         (result,) = node.outputs
         asked = [Sharding(mesh, dims) for dims in special.of_tensor(result)]
-        asked += [note for note in (self.graph.annotations.get(result),) if note is not None and note.mesh == mesh]
+        asked += [
+            note for note in (self.frame.graph.annotations.get(result),) if note is not None and note.mesh == mesh
+        ]
         there = self.around[node.id].placement.results if self.around else ()
         asked += [s for s in there if s.mesh == mesh]
         sources = [s for s in made[node.inputs[0]] if s.mesh == mesh]
@@ -282,14 +250,14 @@ class Program:
         """Make the cost graph anew, at the prices of now. Variables are in program order: messages go along it."""
         self.costs, self.variables, self.shared = CostGraph(), {}, {}
         self.limit = self.limit or 2 * self._replicated()
-        reserved = {i: self._reserved(i) for i in self.inputs if i in self.tensors}
-        for node in self.graph.nodes:
-            if node.id in self.ops:
-                labels, number = self.labels[node.id], self.numbers[node.outputs[0]]
-                costs = labels.seconds * self.ops[node.id] + labels.ties * own(number)
+        reserved = {i: self._reserved(i) for i in self.frame.inputs if i in self.frame.tensors}
+        for node in self.frame.graph.nodes:
+            if node.id in self.frame.ops:
+                labels, number = self.labels[node.id], self.frame.numbers[node.outputs[0]]
+                costs = labels.seconds * self.frame.ops[node.id] + labels.ties * own(number)
                 self.variables[node.id] = self.costs.add_variable(costs)
-            reserved |= {i: self._reserved(i) for i in node.outputs if i in self.tensors}
-        self.variables = {node.id: self.variables[self.deciders[node.id]] for node in self.graph.nodes}
+            reserved |= {i: self._reserved(i) for i in node.outputs if i in self.frame.tensors}
+        self.variables = {node.id: self.variables[self.frame.deciders[node.id]] for node in self.frame.graph.nodes}
         for i, variable in reserved.items():
             self._add_tensor(i, variable)
         self.edges_of = [[] for _ in self.costs.costs]
@@ -299,18 +267,18 @@ class Program:
 
     def _reserved(self, tensor: int) -> int | None:
         """A variable for a tensor that has several readers, its place as an output or an annotation among them."""
-        readers = len(self.readers.get(tensor, ()))
-        if tensor in self.inputs and tensor not in self.graph.annotations:
+        readers = len(self.frame.readers.get(tensor, ()))
+        if tensor in self.frame.inputs and tensor not in self.frame.graph.annotations:
             return None  # Whole everywhere: its parts are free.
-        more = tensor not in self.given and tensor in self.graph.outputs
+        more = tensor not in self.frame.given and tensor in self.frame.graph.outputs
         return self.costs.add_variable([0.0]) if readers and readers + more > 1 else None
 
     def _replicated(self) -> float:
         """More seconds than the plan in which every rank computes everything: no part of the best one takes as long."""
         work = sum([float(labels.seconds[0]) for labels in self.labels])
-        ends = [(note, i) for i, note in self.graph.annotations.items()]
-        whole = {i: [Sharding.replicated(mesh, len(self.graph.shape(i))) for mesh in self.meshes]
-                 for i in (*self.inputs, *self.makers)}  # fmt: skip
+        ends = [(note, i) for i, note in self.frame.graph.annotations.items()]
+        whole = {i: [Sharding.replicated(mesh, len(self.frame.graph.shape(i))) for mesh in self.frame.meshes]
+                 for i in (*self.frame.inputs, *self.frame.makers)}  # fmt: skip
         moves = sum([self.prices.seconds(s, t, self.ttype(i)) + self.prices.seconds(t, s, self.ttype(i))
                      for s, i in ends for t in whole[i]])  # fmt: skip
         moves += sum([self.prices.seconds(s, t, self.ttype(i)) for i, on in whole.items() for s in on for t in on])
@@ -320,11 +288,11 @@ class Program:
 
     def _table(self, sources: Shardings, targets: Shardings, tensor: int) -> Costs:
         table = np.minimum(self.prices.table(sources, targets, self.ttype(tensor)), self.impossible)
-        along = self.kept.get(tensor)
+        along = self.frame.kept.get(tensor)
         return (
             table
             if along is None
-            else np.where(moves_along(along, sources, targets, self.graph.shape(tensor)), self.forbidden, table)
+            else np.where(moves_along(along, sources, targets, self.frame.graph.shape(tensor)), self.forbidden, table)
         )
 
     @property
@@ -335,10 +303,10 @@ class Program:
     @property
     def impossible(self) -> float:
         """What there is no way to do costs: more than what the user forbids."""
-        return _FORBIDDEN * self.forbidden if self.kept else self.limit
+        return _FORBIDDEN * self.forbidden if self.frame.kept else self.limit
 
     def _needs(self, tensor: int, node: int) -> Needs:
-        places = self.readers[tensor][node]
+        places = self.frame.readers[tensor][node]
         sets = [tuple(dict.fromkeys([p.operands[place] for place in places])) for p in self.labels[node].placements]
         return Needs(*_classes(sets))
 
@@ -355,16 +323,16 @@ class Program:
         """Where an output that nobody places is left: a sum is scattered over a dim that divides, or else reduced."""
         if not made.partial:
             return made
-        scattered = [_scattered(made, d, n) for d, n in enumerate(self.graph.shape(tensor))]
+        scattered = [_scattered(made, d, n) for d, n in enumerate(self.frame.graph.shape(tensor))]
         ends = [*(s for s in scattered if s is not None), made.reduced()]
         return min(ends, key=lambda end: self.prices.seconds(made, end, self.ttype(tensor)))
 
     def _end_costs(self, tensor: int, have: Shardings) -> np.ndarray:
         """Seconds from where a tensor is made to its annotation; to where it is left, if it is an output."""
-        note = self.graph.annotations.get(tensor)
+        note = self.frame.graph.annotations.get(tensor)
         if note is not None:
             return self._table(have, (note,), tensor)[:, 0]
-        if tensor not in self.graph.outputs:
+        if tensor not in self.frame.graph.outputs:
             return np.zeros(len(have))
         return np.array([self.prices.seconds(s, self.end(tensor, s), self.ttype(tensor)) for s in have])
 
@@ -372,35 +340,35 @@ class Program:
 
     def _add_tensor(self, tensor: int, variable: int | None) -> None:
         """Add what a tensor costs; an annotated one is brought to its annotation, where all readers take it."""
-        if tensor in self.makers:
-            node, place = self.makers[tensor]
+        if tensor in self.frame.makers:
+            node, place = self.frame.makers[tensor]
             have, made = self.labels[node].results(place)
-            if tensor in self.given or not self.readers.get(tensor):
+            if tensor in self.frame.given or not self.frame.readers.get(tensor):
                 self.costs.add_costs(
-                    self.variables[node], self._end_costs(tensor, have)[made.of] * self.tensors[tensor]
+                    self.variables[node], self._end_costs(tensor, have)[made.of] * self.frame.tensors[tensor]
                 )
             elif variable is not None:
                 self._share(tensor, variable, have, made)
             else:
                 self._pass(tensor, have, made)
-        if tensor in self.given and variable is not None:
-            self._share(tensor, variable, self.given[tensor], None)
-        elif tensor in self.given:
+        if tensor in self.frame.given and variable is not None:
+            self._share(tensor, variable, self.frame.given[tensor], None)
+        elif tensor in self.frame.given:
             self._pass_given(tensor)
 
     def _pass_given(self, tensor: int) -> None:
         """An input, or an annotated tensor, with one reader."""
-        for reader in self.readers.get(tensor, ()):
+        for reader in self.frame.readers.get(tensor, ()):
             needs = self._needs(tensor, reader)
-            least = self._read(self.given[tensor], needs, tensor).min(0) * self.tensors[tensor]
+            least = self._read(self.frame.given[tensor], needs, tensor).min(0) * self.frame.tensors[tensor]
             self.costs.add_costs(self.variables[reader], least[needs.classes.of])
 
     def _pass(self, tensor: int, have: Shardings, made: Classes) -> None:
         """A tensor with one reader."""
-        (reader,) = self.readers[tensor]
+        (reader,) = self.frame.readers[tensor]
         needs = self._needs(tensor, reader)
-        maker, reader = self.variables[self.makers[tensor][0]], self.variables[reader]
-        costs = self._read(have, needs, tensor) * self.tensors[tensor]
+        maker, reader = self.variables[self.frame.makers[tensor][0]], self.variables[reader]
+        costs = self._read(have, needs, tensor) * self.frame.tensors[tensor]
         if maker == reader:  # in equal layers: that of one layer, and that of the next
             self.costs.add_costs(maker, costs[made.of, needs.classes.of])
         else:
@@ -408,7 +376,7 @@ class Program:
 
     def _share(self, tensor: int, variable: int, have: Shardings, made: Classes | None) -> None:
         """A tensor whose readers may share a copy."""
-        needs = {self.deciders[node]: self._needs(tensor, node) for node in self.readers[tensor]}
+        needs = {self.frame.deciders[node]: self._needs(tensor, node) for node in self.frame.readers[tensor]}
         copies = self._copies(tensor, needs)
         if self.homes:
             self._settle(tensor, variable, (have, made), needs, copies)
@@ -420,7 +388,7 @@ class Program:
         for node, need in needs.items():
             self.costs.edges.append(self._either(tensor, node, shared, need, (rows, columns)))
         if made is not None:
-            maker = self.variables[self.makers[tensor][0]]
+            maker = self.variables[self.frame.makers[tensor][0]]
             self.costs.edges.append(Same((maker, variable), made, rows, self.impossible))
 
     def _settle(
@@ -428,16 +396,18 @@ class Program:
         copies: Shardings,
     ) -> None:  # fmt: skip
         """A tensor whose readers all take it from one place: where it is made, or where it is brought once."""
-        (have, made), times, readers = source, self.tensors[tensor], self._readers_of(tensor)
+        (have, made), times, readers = source, self.frame.tensors[tensor], self.frame.readers_of(tensor)
         places, numbered = _classes(tuple(dict.fromkeys((*have, *copies))))
         self.shared[tensor] = Home(variable, places)
         moves = self._table(have, places, tensor) * times
-        costs = by_preference([*map(sharding_key, places)]) * own(self.numbers[tensor])
-        if tensor in self.graph.outputs and tensor not in self.given:
+        costs = by_preference([*map(sharding_key, places)]) * own(self.frame.numbers[tensor])
+        if tensor in self.frame.graph.outputs and tensor not in self.frame.given:
             costs = costs + self._end_costs(tensor, places) * times
         self.costs.costs[variable] = costs + moves.min(0) if made is None else costs
         if made is not None:
-            self.costs.edges.append(Between((self.variables[self.makers[tensor][0]], variable), moves, made, numbered))
+            self.costs.edges.append(
+                Between((self.variables[self.frame.makers[tensor][0]], variable), moves, made, numbered)
+            )
         for node, need in needs.items():
             table = self._read(places, need, tensor) * (times * readers[node])
             self.costs.edges.append(Between((variable, self.variables[node]), table, numbered, need.classes))
@@ -445,21 +415,21 @@ class Program:
     def _copies(self, tensor: int, needs: dict[int, Needs]) -> Shardings:
         """The shardings that more than one reader may need."""
         counts = Counter[Sharding]()
-        for node, times in self._readers_of(tensor).items():
+        for node, times in self.frame.readers_of(tensor).items():
             for s in dict.fromkeys(s for found in needs[node].sets for s in found):
                 counts[s] += times
-        wanted = 1 if tensor in self.graph.outputs and tensor not in self.given else 2
+        wanted = 1 if tensor in self.frame.graph.outputs and tensor not in self.frame.given else 2
         return tuple(s for s, n in counts.items() if n >= wanted)
 
     def _copy_costs(self, tensor: int, have: Shardings, copies: Shardings) -> Costs:
         """[have, copies and none]: making the copy, and leaving an output."""
         to_copy = self._table(have, copies, tensor) if copies else np.zeros((len(have), 0))
         costs = np.concatenate([np.where(to_copy > _FREE, to_copy, self.impossible), np.zeros((len(have), 1))], 1)
-        if tensor in self.graph.outputs and tensor not in self.given:
+        if tensor in self.frame.graph.outputs and tensor not in self.frame.given:
             unreduced = np.array([copy.partial != () for copy in copies] + [True])
             costs += np.where(unreduced, self._end_costs(tensor, have)[:, None], 0.0)
-        ties = by_preference([(), *[sharding_key(copy) for copy in copies]]) * own(self.numbers[tensor])
-        return np.minimum(costs * self.tensors[tensor] + np.roll(ties, -1)[None, :], self.impossible)
+        ties = by_preference([(), *[sharding_key(copy) for copy in copies]]) * own(self.frame.numbers[tensor])
+        return np.minimum(costs * self.frame.tensors[tensor] + np.roll(ties, -1)[None, :], self.impossible)
 
     def _either(
         self, tensor: int, node: int, shared: Shared, needs: Needs, sources: tuple[Digits, Digits]
@@ -467,14 +437,14 @@ class Program:
         copies = tuple([copy for copy in shared.copies if copy is not None])
         none = np.full((1, len(needs.sets)), 2 * self.impossible)
         from_copy = np.concatenate([self._read(copies, needs, tensor), none]) if copies else none
-        times = self.tensors[tensor] * self._readers_of(tensor)[node]
+        times = self.frame.tensors[tensor] * self.frame.readers_of(tensor)[node]
         tables = self._read(shared.made, needs, tensor) * times, from_copy * times
         return FromEither((shared.variable, self.variables[node]), tables, sources, needs.classes)
 
     def assigned(self, labels: Sequence[Label]) -> Assignment:
         """The best assignment in which every op has a given label."""
         kept = [np.arange(n) for n in self.costs.sizes()]
-        for node, label in zip(self.graph.nodes, labels, strict=True):
+        for node, label in zip(self.frame.graph.nodes, labels, strict=True):
             kept[self.variables[node.id]] = np.array([self.labels[node.id].number(label.placement)])
         graph = self.costs.only(kept)
         found = eliminate(graph, elimination_order(graph.sizes(), graph.sides()))
@@ -482,7 +452,7 @@ class Program:
 
     def chosen(self, chosen: Sequence[int]) -> list[Label]:
         """Every op's label in an assignment."""
-        at = [(self.labels[node.id], chosen[self.variables[node.id]]) for node in self.graph.nodes]
+        at = [(self.labels[node.id], chosen[self.variables[node.id]]) for node in self.frame.graph.nodes]
         return [Label(labels.placements[n], labels.spots[n]) for labels, n in at]
 
     # answers ----------------------------------------------------------------------------------------------------
@@ -493,16 +463,16 @@ class Program:
 
     def there(self, tensor: int, chosen: Sequence[int]) -> tuple[Sharding, ...]:
         """Where a tensor is in an assignment: where it is made, and its copy."""
-        shared = self.shared.get(self.alike[tensor])
+        shared = self.shared.get(self.frame.alike[tensor])
         if isinstance(shared, Shared):
             return shared.label(chosen[shared.variable])
         if shared is not None:
-            made = self.given[tensor][0] if tensor in self.given else self._made(tensor, chosen)
+            made = self.frame.given[tensor][0] if tensor in self.frame.given else self._made(tensor, chosen)
             return tuple(dict.fromkeys((made, shared.places[chosen[shared.variable]])))
-        return self.given[tensor] if tensor in self.given else (self._made(tensor, chosen),)
+        return self.frame.given[tensor] if tensor in self.frame.given else (self._made(tensor, chosen),)
 
     def _made(self, tensor: int, chosen: Sequence[int]) -> Sharding:
-        node, place = self.makers[tensor]
+        node, place = self.frame.makers[tensor]
         return self.placement(node, chosen).results[place]
 
     def seconds(self, node: Node, chosen: Sequence[int]) -> float:
@@ -512,7 +482,11 @@ class Program:
         for i, need in dict.fromkeys(zip(node.inputs, placement.operands, strict=True)):
             total += min([self.prices.seconds(s, need, self.ttype(i)) for s in self.there(i, chosen)])
         for i in dict.fromkeys(node.inputs):
-            if i in self.given and self.alike[i] in self.shared and next(iter(self.readers[i])) == node.id:
+            if (
+                i in self.frame.given
+                and self.frame.alike[i] in self.shared
+                and next(iter(self.frame.readers[i])) == node.id
+            ):
                 made, *copy = self.there(i, chosen)  # The first reader pays for the copy.
                 total += sum([self.prices.seconds(made, s, self.ttype(i)) for s in copy])
         for i in node.outputs:
@@ -521,9 +495,9 @@ class Program:
 
     def kind(self, node: Node) -> Hashable:
         """What an op's choice follows from."""
-        tensors = tuple([self.alike[i] for i in (*node.inputs, *node.outputs)])
-        first = tuple([i in self.given and next(iter(self.readers[i])) == node.id for i in node.inputs])
-        return self.deciders[node.id], tensors, first
+        tensors = tuple([self.frame.alike[i] for i in (*node.inputs, *node.outputs)])
+        first = tuple([i in self.frame.given and next(iter(self.frame.readers[i])) == node.id for i in node.inputs])
+        return self.frame.deciders[node.id], tensors, first
 
     def source(self, node: Node, placement: Placement, chosen: Sequence[int]) -> Source:
         """What a placement of an op follows: an operand that is there already, a result that is asked for so."""
@@ -543,7 +517,7 @@ class Program:
     def _after(self, tensor: int, chosen: Sequence[int]) -> float:
         """Seconds of bringing a result to its annotation, or to its copy, or else to where it is left."""
         made, end = self._made(tensor, chosen), self._end_of(tensor, chosen)
-        copy = () if tensor in self.given else self.there(tensor, chosen)[1:]
+        copy = () if tensor in self.frame.given else self.there(tensor, chosen)[1:]
         targets = copy or ((end,) if end is not None else ())
         return sum([self.prices.seconds(made, target, self.ttype(tensor)) for target in targets])
 
@@ -559,13 +533,13 @@ class Program:
         taken = costs[chosen[variable]]
         costs[chosen[variable]] = np.inf
         best = int(costs.argmin())
-        more = float(costs[best] - taken) / self.ops[self.deciders[node]]
+        more = float(costs[best] - taken) / self.frame.ops[self.frame.deciders[node]]
         return (labels.placements[best], more) if costs[best] < taken + self.limit else None
 
     def _end_of(self, tensor: int, chosen: Sequence[int]) -> Sharding | None:
         """Where a tensor must be in the end: at its annotation, or where an output is left."""
-        note = self.graph.annotations.get(tensor)
-        return note or (self.left(tensor, chosen) if tensor in self.graph.outputs else None)
+        note = self.frame.graph.annotations.get(tensor)
+        return note or (self.left(tensor, chosen) if tensor in self.frame.graph.outputs else None)
 
     def left(self, tensor: int, chosen: Sequence[int]) -> Sharding:
         """Where a free output is left: where it is made, or at its copy if that is reduced, or where a sum ends."""
@@ -575,16 +549,18 @@ class Program:
 
     def used(self, chosen: Sequence[int]) -> set[Pair]:
         """The pairs whose prices an assignment depends on."""
-        found = {pair for tensor in self.tensors for pair in self._used(tensor, chosen)}
+        found = {pair for tensor in self.frame.tensors for pair in self._used(tensor, chosen)}
         return {pair for pair in found if pair[0] is not pair[1]}
 
     def _used(self, tensor: int, chosen: Sequence[int]) -> list[Pair]:
         there, ttype = self.there(tensor, chosen), self.ttype(tensor)
-        is_free = tensor in self.inputs and tensor not in self.graph.annotations  # whole: its parts cost nothing
+        is_free = (
+            tensor in self.frame.inputs and tensor not in self.frame.graph.annotations
+        )  # whole: its parts cost nothing
         needs = [self.placement(node, chosen).operands[place]
-                 for node, places in self.readers.get(tensor, {}).items() for place in places]  # fmt: skip
+                 for node, places in self.frame.readers.get(tensor, {}).items() for place in places]  # fmt: skip
         pairs = [] if is_free else [(have, need, ttype) for have in there for need in (*needs, *there[1:])]
-        if tensor in self.makers:
+        if tensor in self.frame.makers:
             made, end = self._made(tensor, chosen), self._end_of(tensor, chosen)
             pairs += [(made, end, ttype)] if end is not None else []
         return pairs

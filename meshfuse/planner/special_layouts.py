@@ -50,6 +50,12 @@ class SpecialLayouts:
             found.follow(node)
         return found
 
+    def copy(self) -> SpecialLayouts:
+        """The same, to add to."""
+        return SpecialLayouts(
+            self.graph, self.mesh, {i: dict(found) for i, found in self.dims.items()}, {**self._known}
+        )
+
     def _is_special(self, layout: Layout, n: int) -> bool:
         return is_special(self.mesh, layout, n)
 

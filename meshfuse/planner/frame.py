@@ -1,0 +1,98 @@
+"""What a program's cost graph has variables for, whatever their labels are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+from ..graph import Graph
+from ..mesh import DeviceMesh
+from ..sharding.value import Sharding
+from .equal_layers import deciders
+from .prices import Shardings
+from .special_layouts import SpecialLayouts
+from .stationary import stationary_axes
+from .ties import numbers
+
+# By tensor and op, at which operands.
+_Readers = dict[int, dict[int, list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A graph on its meshes, and which of its ops and tensors share their decisions.
+
+    ends: whether the first and the last one of equal layers may differ from those between.
+    given: where inputs and annotated tensors are read from. An input without an annotation is whole on all ranks of all
+        meshes.
+    makers: by tensor its op, and which result it is.
+    readers: by tensor and op, at which operands.
+    deciders: by op the one whose variable is its own, too. ops: by op that decides, for how many.
+    alike: by tensor the first one of which all the same is asked. tensors: by such a tensor, for how many it stands.
+    numbers: of tensors, to tell equal ones apart.
+    kept: by stationary tensor the axes along which it stays.
+    """
+
+    graph: Graph
+    meshes: tuple[DeviceMesh, ...]
+    ends: bool
+    inputs: Mapping[int, Shardings]
+    given: Mapping[int, Shardings]
+    makers: Mapping[int, tuple[int, int]]
+    readers: _Readers
+    deciders: tuple[int, ...]
+    ops: Counter[int]
+    alike: Mapping[int, int]
+    tensors: Counter[int]
+    numbers: Mapping[int, float]
+    streamed: frozenset[int]
+    kept: Mapping[int, frozenset[str]]
+    special: Mapping[DeviceMesh, SpecialLayouts]
+
+    @classmethod
+    def of(cls, graph: Graph, meshes: tuple[DeviceMesh, ...], ends: bool = False) -> Frame:
+        """The frame of a graph on some meshes."""
+        inputs = {i: _given(graph, meshes, i) for i in graph.input_tensors}
+        given = inputs | {i: (note,) for i, note in graph.annotations.items()}
+        makers = {i: (node.id, place) for node in graph.nodes for place, i in enumerate(node.outputs)}
+        readers, kept, decide = _readers(graph), stationary_axes(graph), deciders(graph, ends)
+        first = dict[Hashable, int]()
+        alike = {
+            i: first.setdefault(_asked_of(graph, i, decide, (makers, readers, kept)), i) for i in (*inputs, *makers)
+        }
+        special = {mesh: SpecialLayouts.of(graph, mesh) for mesh in meshes}
+        return cls(
+            graph, meshes, ends, inputs, given, makers, readers, decide, Counter(decide), alike,
+            Counter(alike.values()), numbers(graph), graph.streamed(), kept, special,
+        )  # fmt: skip
+
+    def readers_of(self, tensor: int) -> Mapping[int, int]:
+        """The ops that decide for a tensor's readers, and for how many of them."""
+        return Counter(self.deciders[node] for node in self.readers.get(tensor, ()))
+
+
+def _given(graph: Graph, meshes: tuple[DeviceMesh, ...], tensor: int) -> Shardings:
+    note = graph.annotations.get(tensor)
+    whole = [Sharding.replicated(mesh, len(graph.shape(tensor))) for mesh in meshes]
+    return tuple(whole) if note is None else (note,)
+
+
+def _readers(graph: Graph) -> _Readers:
+    found: _Readers = {}
+    for node in graph.nodes:
+        for place, i in enumerate(node.inputs):
+            found.setdefault(i, {}).setdefault(node.id, []).append(place)
+    return found
+
+
+def _asked_of(
+    graph: Graph, tensor: int, decide: tuple[int, ...],
+    known: tuple[Mapping[int, tuple[int, int]], _Readers, Mapping[int, frozenset[str]]],
+) -> Hashable:  # fmt: skip
+    """What a tensor's part of the costs follows from."""
+    makers, readers, kept = known
+    maker = makers.get(tensor)
+    made = graph.tensors[tensor].type if maker is None else (decide[maker[0]], maker[1])
+    read = Counter((decide[node], *places) for node, places in readers.get(tensor, {}).items())
+    return made, graph.annotations.get(tensor), kept.get(tensor), tensor in graph.outputs, frozenset(read.items())
