@@ -42,8 +42,13 @@ class Classes:
 
     def only(self, labels: Numbers) -> tuple[Classes, Numbers]:
         """The classes of some of the labels, numbered anew, and their old numbers."""
+        if len(labels) == 1:
+            return _ONE, self.of[labels]
         there, of = np.unique(self.of[labels], return_inverse=True)
         return Classes(of, len(there)), there
+
+
+_ONE = Classes(np.zeros(1, dtype=np.int64), 1)
 
 
 class Digits(Classes):
