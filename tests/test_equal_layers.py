@@ -13,10 +13,12 @@ from defining import graph_of
 from interpreter import has_reference, interpret
 from meshfuse.compiler import compile_sharded, decided
 from meshfuse.graph import Graph
-from meshfuse.planner import program
+from meshfuse.planner import frame
 from meshfuse.planner.effort import Effort
 from meshfuse.planner.equal_layers import deciders
 from meshfuse.planner.optimum import Optimum, solved
+from meshfuse.planner.prices import Prices
+from meshfuse.planner.reshard_costs import whole_axes
 from meshfuse.plans.plan_cost import plan_cost
 from meshfuse.propagation import ShardedDefinition, propagate
 from meshfuse.report.bill import bill_of
@@ -101,8 +103,8 @@ def decisions(graph: Graph) -> int:
 def each_for_itself(graph: Graph, mesh: mf.DeviceMesh) -> Optimum:
     """The optimum in which layers share nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program, "deciders", lambda graph, _: tuple(range(len(graph.nodes))))
-        return solved(graph, mesh).refined(parts=False)
+        patch.setattr(frame, "deciders", lambda graph, _: tuple(range(len(graph.nodes))))
+        return solved(graph, mesh, Prices(whole_axes)).refined(parts=False)
 
 
 def wire(plan: ShardedDefinition) -> float:

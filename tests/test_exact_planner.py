@@ -22,10 +22,11 @@ from meshfuse.ops.values import TensorType
 from meshfuse.planner.cost_graph import Between, Classes, CostGraph, FromEither, Same
 from meshfuse.planner.dual_ascent import solve
 from meshfuse.planner.elimination import Assignment
+from meshfuse.planner.frame import Frame
 from meshfuse.planner.optimum import Optimum, _among, _decoded, _named_axes, parts_of_axes, solved
 from meshfuse.planner.prices import Prices
 from meshfuse.planner.program import Program
-from meshfuse.planner.reshard_costs import exact_seconds, reshard_costs, whole_axes
+from meshfuse.planner.reshard_costs import exact_seconds, whole_axes
 from meshfuse.plans.plan_cost import plan_cost
 from meshfuse.propagation import ShardedDefinition
 from meshfuse.resharding import Compute, Reshard
@@ -104,7 +105,7 @@ def test_closed_prices_are_those_of_the_path_search(name: str) -> None:
     found = every_sharding(mesh, 3)
     shardings = random.Random(0).sample(found, min(len(found), 30))
     ttype = TensorType((64, 1024, 512), mf.DataType.Float)
-    closed = reshard_costs(shardings, shardings, ttype)
+    closed = Prices(whole_axes).table(tuple(shardings), tuple(shardings), ttype)
     exact = np.array([[exact_seconds(a, b, ttype) for b in shardings] for a in shardings])
     np.testing.assert_array_equal(np.isfinite(closed), np.isfinite(exact))
     ratios = (closed[np.isfinite(exact)] + 1e-9) / (exact[np.isfinite(exact)] + 1e-9)
@@ -154,9 +155,9 @@ def test_a_plan_is_the_best_of_all_plans() -> None:
     for fd in small_programs():
         graph = graph_of(fd)
         (mesh,) = {sharding.mesh for sharding in graph.annotations.values()}
-        best = solved(graph, mesh).refined(parts=False)
+        best = solved(graph, mesh, Prices(whole_axes)).refined(parts=False)
         assert best.gap == 0
-        program = Program(graph, (mesh,), Prices(whole_axes), _among(_named_axes(graph), whole_axes))
+        program = Program(Frame.of(graph, (mesh,)), Prices(whole_axes), _among(_named_axes(graph), whole_axes))
         program.build()
         ops = [program.variables[node.id] for node in graph.nodes]
         rest = {v: [*range(n)] if v in ops else [int(program.costs.costs[v].argmin())]
@@ -172,7 +173,7 @@ def _is_possible(program: Program, chosen: tuple[int, ...]) -> bool:
     pairs = program.used(chosen)
     made = all(
         program.shared[i].label(chosen[program.shared[i].variable])[0] in (program.placement(n, chosen).results[k],)
-        for i, (n, k) in program.makers.items() if i in program.shared
+        for i, (n, k) in program.frame.makers.items() if i in program.shared
     )  # fmt: skip
     return made and all(program.prices.seconds(*pair) < np.inf for pair in pairs)
 
@@ -185,7 +186,7 @@ def test_the_example_has_the_optimum_of_two_other_planners(shape, names, moves: 
     fused.annotate(gpt, mesh)
     shapes = [(8, 128), (8, 128), *map(tuple, model.param_shapes(model.GPT).values())]
     graph = _graph(gpt.fd.recording, dict(zip(gpt.fd.recording.input_tensors(), shapes, strict=True)), {})
-    best = solved(graph, mesh).refined(parts=False)
+    best = solved(graph, mesh, Prices(whole_axes)).refined(parts=False)
     assert best.gap == 0
     assert plan_cost(ShardedDefinition(graph, best.choices, best.shardings)).moving <= moves * 1.0001e-6
 

@@ -51,10 +51,6 @@ class Certified:
         value = self.assignment.value
         return (value - self.bound) / abs(value) if value - self.bound > TOLERANCE * abs(value) else 0.0
 
-    def above(self, bound: float) -> Certified:
-        """The same assignment with another bound, of fewer assignments: it may be above the value of this one."""
-        return Certified(self.assignment, min(bound, self.assignment.value))
-
     def repriced(self, before: CostGraph, now: CostGraph) -> Certified:
         """The same assignment at other costs: the bound is less by what may have become cheaper."""
         labels = self.assignment.labels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -51,21 +52,35 @@ class Frame:
     special: Mapping[DeviceMesh, SpecialLayouts]
 
     @classmethod
-    def of(cls, graph: Graph, meshes: tuple[DeviceMesh, ...], ends: bool = False) -> Frame:
-        """The frame of a graph on some meshes."""
+    def of(cls, graph: Graph, meshes: tuple[DeviceMesh, ...]) -> Frame:
+        """The frame of a graph on some meshes, all of equal layers alike."""
         inputs = {i: _given(graph, meshes, i) for i in graph.input_tensors}
         given = inputs | {i: (note,) for i, note in graph.annotations.items()}
         makers = {i: (node.id, place) for node in graph.nodes for place, i in enumerate(node.outputs)}
-        readers, kept, decide = _readers(graph), stationary_axes(graph), deciders(graph, ends)
-        first = dict[Hashable, int]()
-        alike = {
-            i: first.setdefault(_asked_of(graph, i, decide, (makers, readers, kept)), i) for i in (*inputs, *makers)
-        }
         special = {mesh: SpecialLayouts.of(graph, mesh) for mesh in meshes}
-        return cls(
-            graph, meshes, ends, inputs, given, makers, readers, decide, Counter(decide), alike,
-            Counter(alike.values()), numbers(graph), graph.streamed(), kept, special,
+        alone = cls(
+            graph, meshes, False, inputs, given, makers, _readers(graph), (), Counter(), {}, Counter(), numbers(graph),
+            graph.streamed(), stationary_axes(graph), special,
         )  # fmt: skip
+        return alone._decided(ends=False)
+
+    def with_ends(self) -> Frame:
+        """The same, with a first and a last layer that decide for themselves."""
+        return self._decided(ends=True)
+
+    def _decided(self, ends: bool) -> Frame:
+        found = dataclasses.replace(self, ends=ends, deciders=deciders(self.graph, ends))
+        first = dict[Hashable, int]()
+        alike = {i: first.setdefault(found._asked_of(i), i) for i in (*self.inputs, *self.makers)}
+        return dataclasses.replace(found, ops=Counter(found.deciders), alike=alike, tensors=Counter(alike.values()))
+
+    def _asked_of(self, tensor: int) -> Hashable:
+        """What a tensor's part of the costs follows from."""
+        graph, decide, maker = self.graph, self.deciders, self.makers.get(tensor)
+        made = graph.tensors[tensor].type if maker is None else (decide[maker[0]], maker[1])
+        read = Counter((decide[node], *places) for node, places in self.readers.get(tensor, {}).items())
+        note, is_output = graph.annotations.get(tensor), tensor in graph.outputs
+        return made, note, self.kept.get(tensor), is_output, frozenset(read.items())
 
     def readers_of(self, tensor: int) -> Mapping[int, int]:
         """The ops that decide for a tensor's readers, and for how many of them."""
@@ -84,15 +99,3 @@ def _readers(graph: Graph) -> _Readers:
         for place, i in enumerate(node.inputs):
             found.setdefault(i, {}).setdefault(node.id, []).append(place)
     return found
-
-
-def _asked_of(
-    graph: Graph, tensor: int, decide: tuple[int, ...],
-    known: tuple[Mapping[int, tuple[int, int]], _Readers, Mapping[int, frozenset[str]]],
-) -> Hashable:  # fmt: skip
-    """What a tensor's part of the costs follows from."""
-    makers, readers, kept = known
-    maker = makers.get(tensor)
-    made = graph.tensors[tensor].type if maker is None else (decide[maker[0]], maker[1])
-    read = Counter((decide[node], *places) for node, places in readers.get(tensor, {}).items())
-    return made, graph.annotations.get(tensor), kept.get(tensor), tensor in graph.outputs, frozenset(read.items())

@@ -6,7 +6,6 @@ closed forms; those that the answer uses are then worked out exactly, and the pr
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,31 +74,17 @@ class Solved:
 
         parts: place the parts of axes one by one, too: 8 ranks as 2 x 2 x 2.
         """
-        there = self._with_ends()
-        atoms_of = _among(_named_axes(self.program.frame.graph), parts_of_axes)
-        if not parts or all(
-            len(atoms_of(mesh)) == len(self.program.atoms_of(mesh)) for mesh in self.program.frame.meshes
-        ):
-            return there.plan()
-        if not self.axes and _count(self.program.frame, atoms_of) <= _MOST_LABELS:
-            program, best = _all_parts(there.program, there.found, atoms_of)
+        frame = self.program.frame
+        atoms_of = _among(_named_axes(frame.graph), parts_of_axes)
+        if not parts or all(len(atoms_of(mesh)) == len(self.program.atoms_of(mesh)) for mesh in frame.meshes):
+            gap = None if self.axes else self.found.gap
+            return _with_ends(self.program, self.found, gap, [{"along": axis} for axis in self.axes or (None,)])
+        if not self.axes and _count(frame, atoms_of) <= _MOST_LABELS:
+            program, best = _all_parts(self.program, self.found, atoms_of)
             if not best.gap:
-                return _decoded(program, best.assignment, best.gap)
-        program, best = _in_parts(there.program, there.found, atoms_of)
-        return _decoded(program, best.assignment, None)
-
-    def _with_ends(self) -> Solved:
-        """With the first and the last one of equal layers other than those between, which stay, if that pays.
-
-        The bound stays that of plans whose layers are all equal.
-        """
-        program, found = self.program, self.found
-        if len(program.frame.ops) == len(program.frame.graph.nodes):
-            return self
-        frame = Frame.of(program.frame.graph, program.frame.meshes, ends=True)
-        make = functools.partial(Program, frame, program.prices, program.atoms_of, homes=program.homes)
-        there, better = _one_by_one(make, [{"along": axis} for axis in self.axes or (None,)], program, found)
-        return dataclasses.replace(self, program=there, found=better.above(found.bound))
+                return _with_ends(program, best, best.gap, [{}])
+        ways = [{"free": frozenset([part])} for part in range(max(len(atoms_of(mesh)) for mesh in frame.meshes))]
+        return _with_ends(*_in_parts(self.program, self.found, atoms_of, ways), None, ways)
 
 
 def solved(graph: Graph, default_mesh: DeviceMesh, prices: Prices, known: Sequence[Placement] = ()) -> Solved:
@@ -132,7 +117,7 @@ def _one_by_one(
     """
     labels, idle, at = program.chosen(found.assignment.labels), tried, tried
     while idle < len(ways):
-        there = make(labels, **ways[at % len(ways)])
+        there = make(labels, **ways[at % len(ways)], limit=program.limit)
         better = _solved(there, labels, _FEW_SWEEPS)
         improved = better.assignment.value < found.assignment.value * (1 - TOLERANCE)
         idle, at = (1 if improved else idle + 1), at + 1
@@ -149,14 +134,27 @@ def _all_parts(program: Program, found: Certified, atoms_of: AtomsOf) -> tuple[P
     return there, _solved(there, labels)
 
 
-def _in_parts(program: Program, found: Certified, atoms_of: AtomsOf) -> tuple[Program, Certified]:
+def _in_parts(
+    program: Program, found: Certified, atoms_of: AtomsOf, ways: Sequence[Mapping[str, Any]]
+) -> tuple[Program, Certified]:
     """The best assignment that is found by placing one part of an axis anew in all ops, as long as that pays."""
     labels = [_in_atoms(program.atoms_of, atoms_of, label) for label in program.chosen(found.assignment.labels)]
-    frame, prices = program.frame, program.prices.over(parts_of_axes)
-    make = functools.partial(Program, frame, prices, atoms_of, homes=program.homes)
-    ways = [{"free": frozenset([part])} for part in range(max(len(atoms_of(mesh)) for mesh in frame.meshes))]
+    make = functools.partial(Program, program.frame, program.prices.over(parts_of_axes), atoms_of, homes=program.homes)
     first = make(labels, **ways[0])
     return _one_by_one(make, ways, first, _solved(first, labels, _FEW_SWEEPS), tried=1)
+
+
+def _with_ends(program: Program, found: Certified, gap: float | None, ways: Sequence[Mapping[str, Any]]) -> Optimum:
+    """The plan with the first and the last one of equal layers other than those between, which stay, if that pays.
+
+    The gap is that of plans whose layers are all equal.
+    """
+    frame = program.frame
+    if len(frame.ops) == len(frame.graph.nodes):
+        return _decoded(program, found.assignment, gap)
+    make = functools.partial(Program, frame.with_ends(), program.prices, program.atoms_of, homes=program.homes)
+    there, better = _one_by_one(make, ways, program, found)
+    return _decoded(there, better.assignment, gap)
 
 
 def _count(frame: Frame, atoms_of: AtomsOf) -> int:

@@ -248,6 +248,8 @@ class Program:
 
     def build(self) -> None:
         """Make the cost graph anew, at the prices of now. Variables are in program order: messages go along it."""
+        if not self.variables:
+            self._take_prices()
         self.costs, self.variables, self.shared = CostGraph(), {}, {}
         self.limit = self.limit or 2 * self._replicated()
         reserved = {i: self._reserved(i) for i in self.frame.inputs if i in self.frame.tensors}
@@ -264,6 +266,20 @@ class Program:
         for edge in self.costs.edges:
             for variable in edge.sides:
                 self.edges_of[variable].append(edge)
+
+    def _take_prices(self) -> None:
+        """Ask at once for the prices between all shardings of all tensors: few large tables take least time."""
+        found = dict[TensorType, dict[Sharding, None]]()
+        for op in self.frame.ops:
+            node, placements = self.frame.graph.nodes[op], self.labels[op].placements
+            for place, i in enumerate(node.inputs):
+                found.setdefault(self.ttype(i), {}).update(dict.fromkeys([p.operands[place] for p in placements]))
+            for place, i in enumerate(node.outputs):
+                found.setdefault(self.ttype(i), {}).update(dict.fromkeys([p.results[place] for p in placements]))
+        for i, shardings in self.frame.given.items():
+            found.setdefault(self.ttype(i), {}).update(dict.fromkeys(shardings))
+        for ttype, shardings in found.items():
+            self.prices.take(ttype, tuple(shardings))
 
     def _reserved(self, tensor: int) -> int | None:
         """A variable for a tensor that has several readers, its place as an output or an annotation among them."""

@@ -32,8 +32,6 @@ _Forms = Callable[[int], tuple[Form, ...]]
 _NOWHERE, _PARTIAL = -1, -2
 # Blocks beyond this count are not told apart: there are more of them than elements.
 _MOST_ABOVE = 1 << 40
-# Pairs of one table whose cheapest paths are searched because closed forms are rough for them.
-_MOST_EXACT = 256
 
 
 Atoms = tuple[Split, ...]
@@ -95,20 +93,27 @@ def _side(shardings: Sequence[Sharding], ttype: TensorType, atoms: Atoms) -> _Si
 AtomsOf = Callable[[DeviceMesh], Atoms]
 
 
+# How good a closed form is: as the cheapest path, rough, or there is none.
+_GOOD, ROUGH, NONE = range(3)
+
+
 def reshard_costs(
     sources: Sequence[Sharding], targets: Sequence[Sharding], ttype: TensorType, atoms_of: AtomsOf = whole_axes
-) -> Costs:
-    """Modelled seconds from every source to every target; inf where there is no way.
+) -> tuple[Costs, np.ndarray]:
+    """Modelled seconds from every source to every target, inf where there is no way, and how good each closed form is.
 
     `atoms_of` gives the axes of a mesh, or the parts of axes, that shardings are made of.
     """
-    out = np.empty((len(sources), len(targets)))
+    costs = np.empty((len(sources), len(targets)))
+    quality = np.full(costs.shape, _GOOD)
     for mesh, rows in _by_mesh(sources).items():
         for other, columns in _by_mesh(targets).items():
-            sides = [sources[n] for n in rows], [targets[n] for n in columns]
-            found = _within(*sides, ttype, atoms_of(mesh)) if mesh == other else _across(*sides, ttype, atoms_of)
-            out[np.ix_(rows, columns)] = found
-    return out
+            sides, at = ([sources[n] for n in rows], [targets[n] for n in columns]), np.ix_(rows, columns)
+            if mesh == other:
+                costs[at], quality[at] = _within(*sides, ttype, atoms_of(mesh))
+            else:
+                costs[at] = _across(*sides, ttype, atoms_of)
+    return costs, quality
 
 
 def _by_mesh(shardings: Sequence[Sharding]) -> dict[DeviceMesh, list[int]]:
@@ -120,47 +125,34 @@ def _by_mesh(shardings: Sequence[Sharding]) -> dict[DeviceMesh, list[int]]:
 
 def _across(sources: Sequence[Sharding], targets: Sequence[Sharding], ttype: TensorType, atoms_of: AtomsOf) -> Costs:
     """To another mesh: reduced on the old one, then sent to every rank of the new one that needs it."""
-    reduced = [reshard_costs([s], [s.reduced()], ttype, atoms_of)[0, 0] if s.partial else 0.0 for s in sources]
+    reduced = [reshard_costs([s], [s.reduced()], ttype, atoms_of)[0][0, 0] if s.partial else 0.0 for s in sources]
     link = between(sources[0].mesh, targets[0].mesh)
     sizes = [max(s.max_local_numel(ttype.shape), 1) * float(ttype.dtype.itemsize) for s in targets]
     sent = [np.inf if s.partial else permute(link, nbytes) for s, nbytes in zip(targets, sizes, strict=True)]
     return np.array(reduced)[:, None] + np.array(sent)[None, :]
 
 
-def _within(sources: Sequence[Sharding], targets: Sequence[Sharding], ttype: TensorType, atoms: Atoms) -> Costs:
+def _within(
+    sources: Sequence[Sharding], targets: Sequence[Sharding], ttype: TensorType, atoms: Atoms
+) -> tuple[Costs, np.ndarray]:
     """On one mesh."""
-    out = np.empty((len(sources), len(targets)))
+    costs = np.full((len(sources), len(targets)), np.inf)
+    quality = np.full(costs.shape, NONE)
     known = [[n for n, s in enumerate(side) if _places(s, atoms) is not None] for side in (sources, targets)]
     if all(known):
-        sides = [
-            _side([side[n] for n in there], ttype, atoms) for side, there in zip((sources, targets), known, strict=True)
-        ]
-        out[np.ix_(*known)] = _between(sides[0], sides[1], sources[0].mesh, atoms)
-        for n, m in _rough_pairs(sides[0], sides[1], known):
-            out[n, m] = exact_seconds(sources[n], targets[m], ttype)
-    for n, m in _unknown_pairs(known, out.shape):
-        out[n, m] = exact_seconds(sources[n], targets[m], ttype)
-    return out
+        one, other = (_side([side[n] for n in there], ttype, atoms)
+                      for side, there in zip((sources, targets), known, strict=True))  # fmt: skip
+        at = np.ix_(*known)
+        costs[at] = _between(one, other, sources[0].mesh, atoms)
+        quality[at] = np.where(_rough_pairs(one, other), ROUGH, _GOOD)
+    return costs, quality
 
 
-def _rough_pairs(sources: _Side, targets: _Side, known: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-    """Pairs for which closed forms are rough; none where these are many.
-
-    Blocks of a dim that change places, and uneven ones.
-    """
+def _rough_pairs(sources: _Side, targets: _Side) -> np.ndarray:
+    """Pairs for which closed forms are rough: blocks of a dim that change places, and uneven ones."""
     same = (sources.places[:, None] == targets.places[None, :]) & (sources.places[:, None] >= 0)
     rough = (same & (sources.above[:, None] != targets.above[None, :])).any(-1)
-    found = np.argwhere(rough | sources.uneven[:, None] | targets.uneven[None, :])
-    for n, m in found if len(found) <= _MOST_EXACT else ():
-        yield known[0][n], known[1][m]
-
-
-def _unknown_pairs(known: Sequence[Sequence[int]], shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    rows, columns = (frozenset(there) for there in known)
-    if len(rows) < shape[0] or len(columns) < shape[1]:
-        for n, m in itertools.product(range(shape[0]), range(shape[1])):
-            if n not in rows or m not in columns:
-                yield n, m
+    return rough | sources.uneven[:, None] | targets.uneven[None, :]
 
 
 def exact_seconds(source: Sharding, target: Sharding, ttype: TensorType) -> float:

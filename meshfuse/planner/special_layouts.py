@@ -37,6 +37,7 @@ class SpecialLayouts:
     mesh: DeviceMesh
     dims: dict[int, dict[Dims, None]] = field(default_factory=dict)
     _known: dict[Hashable, tuple[tuple[int, Dims], ...]] = field(default_factory=dict)
+    _of_op: dict[int, tuple[Layouts, ...]] = field(default_factory=dict)  # by op, until something is added
 
     @classmethod
     def of(cls, graph: Graph, mesh: DeviceMesh) -> SpecialLayouts:
@@ -61,11 +62,14 @@ class SpecialLayouts:
 
     def of_op(self, node: Node) -> tuple[Layouts, ...]:
         """The special layouts of an op's factors that its operands and results ask for, all other factors whole."""
-        sizes = [factor.size for factor in node.rule.factors]
-        only = (tuple([lt if self._is_special(lt, n) else WHOLE for lt, n in zip(found, sizes, strict=True)])
-                for found in self._asked(node))  # fmt: skip
-        alone = tuple(dict.fromkeys(layouts for layouts in only if any(layouts)))
-        return tuple(dict.fromkeys([*alone, *_together(alone)]))
+        found = self._of_op.get(node.id)
+        if found is None:
+            sizes = [factor.size for factor in node.rule.factors]
+            only = (tuple([lt if self._is_special(lt, n) else WHOLE for lt, n in zip(asked, sizes, strict=True)])
+                    for asked in self._asked(node))  # fmt: skip
+            alone = tuple(dict.fromkeys(layouts for layouts in only if any(layouts)))
+            found = self._of_op[node.id] = tuple(dict.fromkeys([*alone, *_together(alone)]))
+        return found
 
     def of_tensor(self, tensor: int) -> tuple[Dims, ...]:
         """The layouts of a tensor's dims of which some are special."""
@@ -90,8 +94,9 @@ class SpecialLayouts:
     def add(self, tensor: int, dims: Dims) -> None:
         """Add a tensor's layouts, if it has not too many yet."""
         known = self.dims.setdefault(tensor, {})
-        if any(dims) and len(known) < _MOST:
-            known.setdefault(dims)
+        if any(dims) and len(known) < _MOST and dims not in known:
+            known[dims] = None
+            self._of_op.clear()
 
     def _asked(self, node: Node) -> Iterator[Layouts]:
         for tensor, factors, shape in _tensors(node):
