@@ -93,19 +93,28 @@ def solved(graph: Graph, default_mesh: DeviceMesh, prices: Prices, known: Sequen
     known: the placement of every op in it, if it is known and only the proof may be lacking.
     """
     meshes = tuple(dict.fromkeys(note.mesh for note in graph.annotations.values())) or (default_mesh,)
+    mesh, *others = meshes
     frame, atoms_of = Frame.of(graph, meshes), _among(_named_axes(graph), whole_axes)
-    axes = tuple([axis.axis for axis in sorted(atoms_of(meshes[0]), key=lambda axis: -(axis.size or 1)) if axis.axis])
-    if len(meshes) > 1 or len(axes) < 2 or _count(frame, atoms_of) <= _MOST_LABELS:
+    axes = tuple([axis.axis for axis in sorted(atoms_of(mesh), key=lambda axis: -(axis.size or 1)) if axis.axis])
+    if others or len(axes) < 2 or _count(frame, atoms_of) <= _MOST_LABELS:
         program = Program(frame, prices, atoms_of)
         return Solved(program, _solved(program))
-    labels = [Label(p, None) for p in known] or whole_labels(graph, meshes[0], atoms_of)
+    labels = [Label(p, None) for p in known] or whole_labels(graph, mesh, atoms_of)
     make = functools.partial(Program, frame, prices, atoms_of, homes=True)
-    program = make(labels, along=axes[0])
     if known:
+        program = make(labels, along=axes[0])
         program.build()
         return Solved(program, Certified(program.assigned(labels), -np.inf), axes)
-    ways = [{"along": axis} for axis in axes]
-    return Solved(*_one_by_one(make, ways, program, _solved(program), tried=1), axes)
+    found = [_from_whole(make, labels, axes[n:] + axes[:n]) for n in range(len(axes))]
+    return Solved(*min(found, key=lambda each: each[1].assignment.value), axes)
+
+
+def _from_whole(
+    make: Callable[..., Program], labels: Sequence[Label], axes: Sequence[str]
+) -> tuple[Program, Certified]:
+    """The best assignment that is found by placing one axis after another: which is the first may matter."""
+    program = make(labels, along=axes[0])
+    return _one_by_one(make, [{"along": axis} for axis in axes], program, _solved(program), tried=1)
 
 
 def _one_by_one(

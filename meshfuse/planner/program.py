@@ -169,8 +169,11 @@ class Program:
         return (id(node.call), id(node.rule), meshes, asked, *facts)
 
     def _is_fixed(self, node: Node) -> bool:
-        """Whether an op of a layer between others stays while the first and the last layer are placed."""
-        return self.frame.ends and self.frame.ops[node.id] > 1
+        """Whether an op of a layer between others stays while the first and the last layer are placed.
+
+        Where there are so many labels that axes are placed one by one.
+        """
+        return self.homes and self.frame.ends and self.frame.ops[node.id] > 1
 
     def _is_in_chunks(self, node: Node) -> bool:
         """Whether an op's result is moved in chunks, or an operand is cut into some by the user."""
