@@ -36,7 +36,7 @@ with mf.FusionDefinition() as fd:
     y = fd.ops.linear(h, w)
     fd.add_output(y)
     fd.mesh_split(x, mesh, [None, "tp"])
-    fd.mesh_split(w, mesh, [None, "tp"])
+    fd.mesh_split(w, mesh, [None, "tp"]), fd.mesh_split(y, mesh, [None, None])
 shards = [mf.shard_tensor(torch.ones(rows, 6), tv) for rows, tv in ((40, x), (2, w))]
 fd.execute(shards)
 """

@@ -22,7 +22,7 @@ from meshfuse.runtime.roll_call import Failure
 
 pytestmark = pytest.mark.ranks
 
-PLACE = "all-reduce of y (t3) over tp (output) in step 2: all_reduce #2 of group tp"
+PLACE = "all-reduce of y (t3) over tp (its annotation) in step 2: all_reduce #2 of group tp"
 
 
 def replicated_product(mesh: mf.DeviceMesh) -> tuple[mf.FusionDefinition, list[torch.Tensor]]:
@@ -256,7 +256,7 @@ def check_followers(results: list[tuple[int | None, str]], failing: int, cause: 
             ranks = ", ".join(map(str, range(len(results))))
             assert f"RankError: {PLACE} (ranks {ranks}) cannot finish on rank {rank}" in text
             assert f"found rank {failing} failed, needed all ranks running" in text
-            assert "(at script.py:11)" in text
+            assert "(at script.py:14)" in text
 
 
 def test_a_rank_that_raises_between_steps(tmp_path):
@@ -323,7 +323,7 @@ fd.execute(shards)
         text = results[rank][1]
         assert f"RankError: {PLACE} (ranks 0, 1, 2) failed on rank {rank}" in text
         assert "found a lost connection" in text and re.search(r"rank 2 does not answer: .* has ended", text)
-        assert "(at script.py:11)" in text and text.count("RankError") == 1
+        assert "(at script.py:14)" in text and text.count("RankError") == 1
 
 
 def test_a_rank_that_stops_answering(tmp_path):
@@ -341,7 +341,7 @@ fd.execute(shards)
         own = f"RankTimeout: {PLACE} (ranks 0, 1, 2) timed out on rank {rank}" in text
         assert own or f"{PLACE} (ranks 0, 1, 2) cannot finish on rank {rank}: found rank {1 - rank} failed" in text
         assert f"timed out on rank {rank if own else 1 - rank}" in text
-        assert "needed all ranks to arrive within 4 s" in text and "(at script.py:11)" in text
+        assert "needed all ranks to arrive within 4 s" in text and "(at script.py:14)" in text
         assert re.search(r"rank 2 does not answer: its process \d+ is stopped", text)
         assert text.count("RankTimeout") == 1
 
