@@ -63,8 +63,10 @@ def normed(mesh: mf.DeviceMesh, drop: float = 0.0, scaled: bool = False) -> mf.F
         x = fd.define_tensor([6, 8], dtype=mf.DataType.Double)
         y = fd.ops.softmax(x, 1)
         y = y * fd.define_scalar(dtype=mf.DataType.Double) if scaled else y
-        fd.add_output(fd.ops.dropout(y, drop) if drop else y)
-        fd.mesh_split(x, mesh, [None, "tp"])
+        out = fd.ops.dropout(y, drop) if drop else y
+        fd.add_output(out)
+        for t in (x, out):
+            fd.mesh_split(t, mesh, [None, "tp"])
     return fd
 
 
