@@ -23,8 +23,9 @@ from .dual_ascent import ADVANCE, MOST_SWEEPS, TOLERANCE, Certified, solve
 from .elimination import Assignment
 from .frame import Frame
 from .labels import Label, Spot
+from .op_labels import whole_labels
 from .prices import Prices
-from .program import Program, whole_labels
+from .program import Program
 from .reshard_costs import Atoms, AtomsOf, whole_axes
 from .stationary import check_stationary
 
