@@ -20,7 +20,7 @@ import numpy as np
 from ..costs import Form, all_gather_forms, all_reduce_forms, all_to_all_forms, permute, reduce_scatter_forms
 from ..mesh import DeviceMesh
 from ..ops.values import TensorType
-from ..reshard.prices import EXCHANGE_SECONDS, SLICE_SECONDS, STEP_SECONDS, between, link_over
+from ..reshard.prices import A2A_SECONDS, EXCHANGE_SECONDS, SLICE_SECONDS, STEP_SECONDS, between, link_over
 from ..reshard.search import plan
 from ..sharding import layout as lay
 from ..sharding.layout import Split
@@ -301,7 +301,7 @@ class _Way:
         for axes, where in change.sets(change.moved | change.displaced):
             nbytes = self.nbytes[where]
             one = change.form(_exchange_forms, axes, nbytes) + EXCHANGE_SECONDS
-            each = sum([change.form(all_to_all_forms, (n,), nbytes) + STEP_SECONDS for n in axes])
+            each = sum([change.form(all_to_all_forms, (n,), nbytes) + A2A_SECONDS for n in axes])
             self.total[where] += np.where(apart[where], one, np.minimum(one, each))
 
     def _all_reduce(self) -> None:

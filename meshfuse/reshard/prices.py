@@ -20,6 +20,8 @@ from .windows import window_peers, window_wire
 # two collectives are made of one to save some hundred operations. An exchange of any pieces counts twice; a slice,
 # which sends nothing, tells plans apart that are else the same.
 SLICE_SECONDS, STEP_SECONDS, EXCHANGE_SECONDS = 1e-13, 1.5e-11, 3e-11
+# Of an all-to-all and a reduce-scatter of as many bytes the latter is taken: it adds up what it brings.
+A2A_SECONDS = STEP_SECONDS + SLICE_SECONDS
 
 
 class Price(NamedTuple):
@@ -55,7 +57,8 @@ def price(step: Step, shape: tuple[int, ...], itemsize: float) -> Price:
         nbytes = itemsize * whole.max_local_numel(shape)
         if step.kind is StepKind.ALL_TO_ALL and not is_even(step.src, step.dst, shape):
             nbytes = itemsize * received(step.src, step.dst, shape) * n / (n - 1)
-        return Price(form(link, n, nbytes) + STEP_SECONDS, passes * (n - 1) / n * nbytes)
+        own = A2A_SECONDS if step.kind is StepKind.ALL_TO_ALL else STEP_SECONDS
+        return Price(form(link, n, nbytes) + own, passes * (n - 1) / n * nbytes)
     if step.kind is StepKind.WINDOW:
         n, wire = 1 + window_peers(step), itemsize * window_wire(step)
     else:
