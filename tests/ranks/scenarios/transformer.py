@@ -257,8 +257,8 @@ def backward(sequence: bool = False) -> None:
     with PythonProfiler() as profiler:
         found = fd.execute([*block.arguments(x, weights), cut(upstream, grad)])
     same(found, [cut(t, tv) for t, tv in zip(wanted, grads, strict=True)], rtol=1e-3, atol=1e-3)
-    # As Megatron: an all-reduce for attention and one for the MLP, forward and backward. What norms and biases' gradients
-    # take less time to compute in parts is worth a few bytes.
+    # As Megatron: an all-reduce for attention and one for the MLP, forward and backward. That norms and gradients of
+    # biases take less time to compute in parts is worth a few bytes.
     assert bool(communications(profiler)) == (size() > 1)
     assert sequence or fd.bill().total <= 1.05 * 4 * 2 * (size() - 1) / size() * 4 * B * S * E, fd.bill()
 
