@@ -64,7 +64,7 @@ def price(step: Step, shape: tuple[int, ...], itemsize: float) -> Price:
     else:
         lacking = received(step.src, step.dst, shape)
         n, wire = 1 + _peers(step, shape, lacking), itemsize * lacking
-    return Price(costs.exchange(link, n, wire) + EXCHANGE_SECONDS, wire)
+    return Price(costs.exchange(link, n, wire) + EXCHANGE_SECONDS, wire) if wire else FREE
 
 
 def _peers(step: Step, shape: tuple[int, ...], elements: float) -> int:
