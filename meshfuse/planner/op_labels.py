@@ -162,9 +162,10 @@ class LabelMaker:
             wanted = others(here.placement, self.along)
             labels = tuple([label for label in labels if others(label.placement, self.along) == wanted])
         cuts = [*self._cuts(node)]
-        for label in labels:
-            if not cuts or label.spot is None or _keeps_chunks(label.placement, cuts):
-                yield label, own_seconds(call, label.placement)
+        kept = [label for label in labels if label.spot is None or _keeps_chunks(label.placement, cuts)]
+        # The user may have put an axis on a reduction over the chunks.
+        for label in kept or labels:
+            yield label, own_seconds(call, label.placement)
         if here is not None:
             yield here, own_seconds(call, here.placement)
 
