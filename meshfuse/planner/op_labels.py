@@ -21,7 +21,7 @@ from .cost_graph import Classes
 from .frame import Frame
 from .labels import Label, Near, Spot, axis_labels, identity, nowhere, others, own_seconds
 from .prices import Shardings
-from .reshard_costs import AtomsOf
+from .reshard_costs import Atoms, AtomsOf, atoms_of_split
 from .special_layouts import SpecialLayouts
 from .ties import by_preference, placement_key
 
@@ -173,14 +173,14 @@ class LabelMaker:
         self, node: Node, mesh: DeviceMesh, special: SpecialLayouts, made: Mapping[int, dict[Sharding, None]]
     ) -> list[Placement]:
         (result,) = node.outputs
-        asked = [Sharding(mesh, dims) for dims in special.of_tensor(result)]
+        asked, atoms = [Sharding(mesh, dims) for dims in special.of_tensor(result)], self.atoms_of(mesh)
         asked += [
             note for note in (self.frame.graph.annotations.get(result),) if note is not None and note.mesh == mesh
         ]
         there = self.around[node.id].placement.results if self.around else ()
         asked += [s for s in there if s.mesh == mesh]
         sources = [s for s in made[node.inputs[0]] if s.mesh == mesh]
-        wanted = [(s, [*asked, *_beside(node.call, s)]) for s in sources]
+        wanted = [(s, [*asked, *_beside(node.call, s, atoms)]) for s in sources]
         windows = [found for s, ends in wanted for found in window_placements(node.call, node.rule, [s], ends)]
         for placement in windows:
             special.add(result, placement.results[0].dims)
@@ -198,10 +198,10 @@ def _keeps_chunks(placement: Placement, cuts: Sequence[tuple[int, int, Layout]])
     return all(set(lay.axes(placement.operands[place].dims[dim])) <= set(layout) for place, dim, layout in cuts)
 
 
-def _beside(call: Call, source: Sharding) -> Iterator[Sharding]:
+def _beside(call: Call, source: Sharding, atoms: Atoms) -> Iterator[Sharding]:
     """Shardings of a window whose source lies over ranks along dims that the window changes.
 
-    These axes on another dim, or a part of them where they are.
+    These axes on another dim, or some of their atoms where they are.
     """
     shape, target = call.types[0].shape, call.results[0].shape
     if len(shape) != len(target):
@@ -215,7 +215,8 @@ def _beside(call: Call, source: Sharding) -> Iterator[Sharding]:
             dims = [WHOLE if e in changed else layout if e == d else o for e, o in enumerate(source.dims)]
             yield Sharding(source.mesh, tuple(dims))
     for d in changed:
-        for kept in _parts(lay.axes(source.dims[d])):
+        cut = [atom or axis for axis in lay.axes(source.dims[d]) for atom in atoms_of_split(axis, atoms)]
+        for kept in _parts(tuple(cut)):
             layout = lay.canonical(kept, target[d])
             if lay.extent(layout) < 2 * target[d]:
                 yield source.with_dims([layout if e == d else o for e, o in enumerate(source.dims)])

@@ -50,13 +50,13 @@ def _places(sharding: Sharding, atoms: Atoms) -> tuple[tuple[int, int], ...] | N
     for dim, layout in enumerate(sharding.dims):
         above = 1
         for split in layout:
-            for atom in _cut(split, atoms) if split.bound else ():
+            for atom in atoms_of_split(split, atoms) if split.bound else ():
                 if atom is None:
                     return None
                 at[atom] = (dim, min(above * (atom.pre // split.pre), _MOST_ABOVE))
             above = min(above * (split.size or 1), _MOST_ABOVE)
     for split in sharding.partial:
-        for atom in _cut(split, atoms):
+        for atom in atoms_of_split(split, atoms):
             if atom is None:
                 return None
             at[atom] = (_PARTIAL, 1)
@@ -64,7 +64,7 @@ def _places(sharding: Sharding, atoms: Atoms) -> tuple[tuple[int, int], ...] | N
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _cut(split: Split, atoms: Atoms) -> tuple[Split | None, ...]:
+def atoms_of_split(split: Split, atoms: Atoms) -> tuple[Split | None, ...]:
     """The atoms that a split is made of, major to minor; (None,) where there are none."""
     end = split.pre * (split.size or 1)
     parts = [a for a in atoms if a.axis == split.axis and split.pre <= a.pre < end]
