@@ -50,6 +50,7 @@ class Frame:
     streamed: frozenset[int]
     kept: Mapping[int, frozenset[str]]
     special: Mapping[DeviceMesh, SpecialLayouts]
+    outputs: frozenset[int]
 
     @classmethod
     def of(cls, graph: Graph, meshes: tuple[DeviceMesh, ...]) -> Frame:
@@ -57,10 +58,9 @@ class Frame:
         inputs = {i: _given(graph, meshes, i) for i in graph.input_tensors}
         given = inputs | {i: (note,) for i, note in graph.annotations.items()}
         makers = {i: (node.id, place) for node in graph.nodes for place, i in enumerate(node.outputs)}
-        special = {mesh: SpecialLayouts.of(graph, mesh) for mesh in meshes}
         alone = cls(
             graph, meshes, False, inputs, given, makers, _readers(graph), (), Counter(), {}, Counter(), numbers(graph),
-            graph.streamed(), stationary_axes(graph), special,
+            graph.streamed(), stationary_axes(graph), {}, frozenset(graph.outputs),
         )  # fmt: skip
         return alone._decided(ends=False)
 
@@ -72,15 +72,18 @@ class Frame:
         found = dataclasses.replace(self, ends=ends, deciders=deciders(self.graph, ends))
         first = dict[Hashable, int]()
         alike = {i: first.setdefault(found._asked_of(i), i) for i in (*self.inputs, *self.makers)}
-        return dataclasses.replace(found, ops=Counter(found.deciders), alike=alike, tensors=Counter(alike.values()))
+        ops, tensors = Counter(found.deciders), Counter(alike.values())
+        nodes = [self.graph.nodes[op] for op in sorted(ops)]
+        special = {mesh: SpecialLayouts.of(self.graph, mesh, nodes, alike) for mesh in self.meshes}
+        return dataclasses.replace(found, ops=ops, alike=alike, tensors=tensors, special=special)
 
     def _asked_of(self, tensor: int) -> Hashable:
         """What a tensor's part of the costs follows from."""
         graph, decide, maker = self.graph, self.deciders, self.makers.get(tensor)
         made = graph.tensors[tensor].type if maker is None else (decide[maker[0]], maker[1])
-        read = Counter((decide[node], *places) for node, places in self.readers.get(tensor, {}).items())
-        note, is_output = graph.annotations.get(tensor), tensor in graph.outputs
-        return made, note, self.kept.get(tensor), is_output, frozenset(read.items())
+        read = sorted([(decide[node], *places) for node, places in self.readers.get(tensor, {}).items()])
+        note, is_output = graph.annotations.get(tensor), tensor in self.outputs
+        return made, note, self.kept.get(tensor), is_output, tuple(read)
 
     def readers_of(self, tensor: int) -> Mapping[int, int]:
         """The ops that decide for a tensor's readers, and for how many of them."""

@@ -8,7 +8,7 @@ followed through the ops' rules, forward and back; each is then a start for the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..graph import Graph, Node
@@ -31,30 +31,37 @@ def is_special(mesh: DeviceMesh, layout: Layout, n: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SpecialLayouts:
-    """Layouts of each tensor's dims on one mesh that follow from annotations, the special ones among them."""
+    """Layouts of each tensor's dims on one mesh that follow from annotations, the special ones among them.
+
+    alike: by tensor the one that it shares its layouts with.
+    """
 
     graph: Graph
     mesh: DeviceMesh
+    alike: Mapping[int, int]
     dims: dict[int, dict[Dims, None]] = field(default_factory=dict)
     _known: dict[Hashable, tuple[tuple[int, Dims], ...]] = field(default_factory=dict)
     _of_op: dict[int, tuple[Layouts, ...]] = field(default_factory=dict)  # by op, until something is added
 
     @classmethod
-    def of(cls, graph: Graph, mesh: DeviceMesh) -> SpecialLayouts:
-        """Those that the annotations of a graph ask for, or leave when an axis is gathered, and what follows."""
-        found = cls(graph, mesh)
+    def of(cls, graph: Graph, mesh: DeviceMesh, nodes: Sequence[Node], alike: Mapping[int, int]) -> SpecialLayouts:
+        """Those that the annotations of a graph ask for, or leave when an axis is gathered, and what follows.
+
+        nodes: those that they are followed through.
+        """
+        found = cls(graph, mesh, alike)
         for tensor, sharding in graph.annotations.items():
             if sharding.mesh == mesh:
                 for dims in (sharding.dims, *_gathered(sharding.dims, graph.shape(tensor))):
                     found.add(tensor, dims)
-        for node in (*graph.nodes, *reversed(graph.nodes), *graph.nodes):
+        for node in (*nodes, *reversed(nodes), *nodes):
             found.follow(node)
         return found
 
     def copy(self) -> SpecialLayouts:
         """The same, to add to."""
         return SpecialLayouts(
-            self.graph, self.mesh, {i: dict(found) for i, found in self.dims.items()}, {**self._known}
+            self.graph, self.mesh, self.alike, {i: dict(found) for i, found in self.dims.items()}, {**self._known}
         )
 
     def _is_special(self, layout: Layout, n: int) -> bool:
@@ -73,15 +80,16 @@ class SpecialLayouts:
 
     def of_tensor(self, tensor: int) -> tuple[Dims, ...]:
         """The layouts of a tensor's dims of which some are special."""
-        found, shape = self.dims.get(tensor, ()), self.graph.shape(tensor)
+        found, shape = self._dims_of(tensor), self.graph.shape(tensor)
         return tuple(dims for dims in found if any(map(self._is_special, dims, shape)))
 
     def follow(self, node: Node) -> None:
         """Add what the op's tensors are in the layouts that some of them ask for; equal ops are worked out once."""
         tensors = (*node.inputs, *node.outputs)
-        if not any(i in self.dims for i in tensors):
+        asked = tuple([tuple(self._dims_of(i)) for i in tensors])
+        if not any(asked):
             return
-        key = (id(node.call), id(node.rule), tuple([tuple(self.dims.get(i, ())) for i in tensors]))
+        key = (id(node.call), id(node.rule), asked)
         if key not in self._known:
             self._known[key] = tuple([
                 (place, tensor_layouts(node.rule, factors, shape, layouts) or ())
@@ -93,14 +101,17 @@ class SpecialLayouts:
 
     def add(self, tensor: int, dims: Dims) -> None:
         """Add a tensor's layouts, if it has not too many yet."""
-        known = self.dims.setdefault(tensor, {})
+        known = self.dims.setdefault(self.alike[tensor], {})
         if any(dims) and len(known) < _MOST and dims not in known:
             known[dims] = None
             self._of_op.clear()
 
+    def _dims_of(self, tensor: int) -> Iterable[Dims]:
+        return self.dims.get(self.alike[tensor], ())
+
     def _asked(self, node: Node) -> Iterator[Layouts]:
         for tensor, factors, shape in _tensors(node):
-            for dims in self.dims.get(tensor, ()):
+            for dims in self._dims_of(tensor):
                 yield representable(node.rule, layouts_of(node.rule, factors, shape, dims))
 
 

@@ -54,9 +54,12 @@ def _layout_key(at: Mapping[str, int], layout: Layout) -> Key:
 def numbers(graph: Graph) -> dict[int, float]:
     """By tensor a number from 0 to 1 that follows from what it is computed from, and from nothing else."""
     texts = {i: f"input {place}".encode() for place, i in enumerate(graph.input_tensors)}
+    said: dict[int, bytes] = {}  # by identity of calls, which equal ops share
     for node in graph.nodes:
-        said = repr((node.name, node.call.args, node.call.types)).encode()
-        made = hashlib.blake2b(said + b"".join([texts[i] for i in node.inputs]), digest_size=8).digest()
+        call = node.call
+        if id(call) not in said:
+            said[id(call)] = repr((node.name, call.args, call.types)).encode()
+        made = hashlib.blake2b(said[id(call)] + b"".join([texts[i] for i in node.inputs]), digest_size=8).digest()
         texts |= {i: made + bytes([place]) for place, i in enumerate(node.outputs)}
     return {i: int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big") / (1 << 48)
             for i, text in texts.items()}  # fmt: skip
