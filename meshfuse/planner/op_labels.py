@@ -36,11 +36,11 @@ class Labels:
     seconds: np.ndarray
     spots: tuple[Spot | None, ...]
     ties: np.ndarray
+    numbers: Mapping[tuple[object, ...], int]
 
     def number(self, placement: Placement) -> int:
         """Which label a placement is."""
-        wanted = identity(placement)
-        return next(n for n, p in enumerate(self.placements) if identity(p) == wanted)
+        return self.numbers[identity(placement)]
 
     def results(self, place: int) -> tuple[Shardings, Classes]:
         """The different shardings of a result, and which one each label makes."""
@@ -133,7 +133,8 @@ class LabelMaker:
                 found.setdefault(identity(label.placement), (label, seconds))
         placements, spots = zip(*[label for label, _ in found.values()], strict=True)
         ties = by_preference([placement_key(placement) for placement in placements])
-        return Labels(placements, np.array([seconds for _, seconds in found.values()]), spots, ties)
+        numbers = {key: n for n, key in enumerate(found)}
+        return Labels(placements, np.array([seconds for _, seconds in found.values()]), spots, ties, numbers)
 
     def _meshes_of(self, node: Node) -> Sequence[DeviceMesh]:
         if self.free is not None or self.along is not None:

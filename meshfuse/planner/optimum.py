@@ -84,7 +84,9 @@ class Solved:
             program, best = _all_parts(self.program, self.found, atoms_of)
             if not best.gap:
                 return _with_ends(program, best, best.gap, [{}])
-        ways = [{"free": frozenset([part])} for part in reversed(range(max(len(atoms_of(mesh)) for mesh in frame.meshes)))]
+        ways = [
+            {"free": frozenset([part])} for part in reversed(range(max(len(atoms_of(mesh)) for mesh in frame.meshes)))
+        ]
         return _with_ends(*_in_parts(self.program, self.found, atoms_of, ways), None, ways)
 
 

@@ -8,6 +8,7 @@ its annotation, and its readers take it from there alone.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,19 +141,24 @@ class Program:
         readers = len(self.frame.readers.get(tensor, ()))
         if tensor in self.frame.inputs and tensor not in self.frame.graph.annotations:
             return None  # Whole everywhere: its parts are free.
-        more = tensor not in self.frame.given and tensor in self.frame.graph.outputs
+        more = tensor not in self.frame.given and tensor in self.frame.outputs
         return self.costs.add_variable([0.0]) if readers and readers + more > 1 else None
 
     def _replicated(self) -> float:
         """More seconds than the plan in which every rank computes everything: no part of the best one takes as long."""
         work = sum([float(labels.seconds[0]) for labels in self.labels])
-        ends = [(note, i) for i, note in self.frame.graph.annotations.items()]
-        whole = {i: [Sharding.replicated(mesh, len(self.frame.graph.shape(i))) for mesh in self.frame.meshes]
-                 for i in (*self.frame.inputs, *self.frame.makers)}  # fmt: skip
-        moves = sum([self.prices.seconds(s, t, self.ttype(i)) + self.prices.seconds(t, s, self.ttype(i))
-                     for s, i in ends for t in whole[i]])  # fmt: skip
-        moves += sum([self.prices.seconds(s, t, self.ttype(i)) for i, on in whole.items() for s in on for t in on])
+        moves = sum([self._whole(tensor) * times for tensor, times in self.frame.tensors.items()])
         return work + moves + 1e-9
+
+    def _whole(self, tensor: int) -> float:
+        """Seconds from a tensor's annotation to all ranks of every mesh and back, and from each mesh to the others."""
+        note, ttype = self.frame.graph.annotations.get(tensor), self.ttype(tensor)
+        on = [Sharding.replicated(mesh, ttype.ndim) for mesh in self.frame.meshes]
+        pairs = [
+            *itertools.permutations(on, 2),
+            *([(a, b) for s in on for a, b in ((s, note), (note, s))] if note else ()),
+        ]
+        return sum([self.prices.seconds(source, target, ttype) for source, target in pairs])
 
     # prices -----------------------------------------------------------------------------------------------------
 
@@ -202,7 +208,7 @@ class Program:
         note = self.frame.graph.annotations.get(tensor)
         if note is not None:
             return self._table(have, (note,), tensor)[:, 0]
-        if tensor not in self.frame.graph.outputs:
+        if tensor not in self.frame.outputs:
             return np.zeros(len(have))
         return np.array([self.prices.seconds(s, self.end(tensor, s), self.ttype(tensor)) for s in have])
 
@@ -271,7 +277,7 @@ class Program:
         self.shared[tensor] = Home(variable, places)
         moves = self._table(have, places, tensor) * times
         costs = by_preference([*map(sharding_key, places)]) * own(self.frame.numbers[tensor])
-        if tensor in self.frame.graph.outputs and tensor not in self.frame.given:
+        if tensor in self.frame.outputs and tensor not in self.frame.given:
             costs = costs + self._end_costs(tensor, places) * times
         self.costs.costs[variable] = costs + moves.min(0) if made is None else costs
         if made is not None:
@@ -288,14 +294,14 @@ class Program:
         for node, times in self.frame.readers_of(tensor).items():
             for s in dict.fromkeys(s for found in needs[node].sets for s in found):
                 counts[s] += times
-        wanted = 1 if tensor in self.frame.graph.outputs and tensor not in self.frame.given else 2
+        wanted = 1 if tensor in self.frame.outputs and tensor not in self.frame.given else 2
         return tuple(s for s, n in counts.items() if n >= wanted)
 
     def _copy_costs(self, tensor: int, have: Shardings, copies: Shardings) -> Costs:
         """[have, copies and none]: making the copy, and leaving an output."""
         to_copy = self._table(have, copies, tensor) if copies else np.zeros((len(have), 0))
         costs = np.concatenate([np.where(to_copy > _FREE, to_copy, self.impossible), np.zeros((len(have), 1))], 1)
-        if tensor in self.frame.graph.outputs and tensor not in self.frame.given:
+        if tensor in self.frame.outputs and tensor not in self.frame.given:
             unreduced = np.array([copy.partial != () for copy in copies] + [True])
             costs += np.where(unreduced, self._end_costs(tensor, have)[:, None], 0.0)
         ties = by_preference([(), *[sharding_key(copy) for copy in copies]]) * own(self.frame.numbers[tensor])
@@ -314,8 +320,8 @@ class Program:
     def assigned(self, labels: Sequence[Label]) -> Assignment:
         """The best assignment in which every op has a given label."""
         kept = [np.arange(n) for n in self.costs.sizes()]
-        for node, label in zip(self.frame.graph.nodes, labels, strict=True):
-            kept[self.variables[node.id]] = np.array([self.labels[node.id].number(label.placement)])
+        for op in self.frame.ops:
+            kept[self.variables[op]] = np.array([self.labels[op].number(labels[op].placement)])
         graph = self.costs.only(kept)
         found = eliminate(graph, elimination_order(graph.sizes(), graph.sides()))
         return Assignment(tuple(int(k[n]) for k, n in zip(kept, found.labels, strict=True)), found.value)
@@ -409,7 +415,7 @@ class Program:
     def _end_of(self, tensor: int, chosen: Sequence[int]) -> Sharding | None:
         """Where a tensor must be in the end: at its annotation, or where an output is left."""
         note = self.frame.graph.annotations.get(tensor)
-        return note or (self.left(tensor, chosen) if tensor in self.frame.graph.outputs else None)
+        return note or (self.left(tensor, chosen) if tensor in self.frame.outputs else None)
 
     def left(self, tensor: int, chosen: Sequence[int]) -> Sharding:
         """Where a free output is left: where it is made, or at its copy if that is reduced, or where a sum ends."""
