@@ -61,10 +61,12 @@ def price(step: Step, shape: tuple[int, ...], itemsize: float) -> Price:
         return Price(form(link, n, nbytes) + own, passes * (n - 1) / n * nbytes)
     if step.kind is StepKind.WINDOW:
         n, wire = 1 + window_peers(step), itemsize * window_wire(step)
+        if not wire:
+            return FREE
     else:
         lacking = received(step.src, step.dst, shape)
         n, wire = 1 + _peers(step, shape, lacking), itemsize * lacking
-    return Price(costs.exchange(link, n, wire) + EXCHANGE_SECONDS, wire) if wire else FREE
+    return Price(costs.exchange(link, n, wire) + EXCHANGE_SECONDS, wire)
 
 
 def _peers(step: Step, shape: tuple[int, ...], elements: float) -> int:
