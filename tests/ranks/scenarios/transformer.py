@@ -264,11 +264,12 @@ def backward(sequence: bool = False) -> None:
 
 
 def _like(tv: Any, primal: Any) -> None:
-    """The gradient is cut as what it is the gradient of."""
+    """The gradient is cut as what it is the gradient of; its axes also are the dims that it sums over."""
     sharding = primal.fd.recording.annotations[primal.id].named()
+    kept = [n for n, axis in enumerate(tv.get_loop_domain()) if not axis.is_reduction()]
     for dim, layout in enumerate(sharding):
         if any(part.bound for part in layout):
-            split(tv, dim)
+            split(tv, kept[dim])
 
 
 def backward_with_the_sequence_split() -> None:
