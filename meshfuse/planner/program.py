@@ -131,6 +131,10 @@ class Program:
                 found.setdefault(self.ttype(i), {}).update(dict.fromkeys([p.operands[place] for p in placements]))
             for place, i in enumerate(node.outputs):
                 found.setdefault(self.ttype(i), {}).update(dict.fromkeys([p.results[place] for p in placements]))
+            for place, i in enumerate(node.outputs):
+                if i in self.frame.outputs and i not in self.frame.given:
+                    ends = [end for p in placements for end in self._ends(i, p.results[place])]
+                    found[self.ttype(i)].update(dict.fromkeys(ends))
         for i, shardings in self.frame.given.items():
             found.setdefault(self.ttype(i), {}).update(dict.fromkeys(shardings))
         for ttype, shardings in found.items():
@@ -197,11 +201,14 @@ class Program:
 
     def end(self, tensor: int, made: Sharding) -> Sharding:
         """Where an output that nobody places is left: a sum is scattered over a dim that divides, or else reduced."""
+        return min(self._ends(tensor, made), key=lambda end: self.prices.seconds(made, end, self.ttype(tensor)))
+
+    def _ends(self, tensor: int, made: Sharding) -> list[Sharding]:
+        """Where an output may be left."""
         if not made.partial:
-            return made
+            return [made]
         scattered = [_scattered(made, d, n) for d, n in enumerate(self.frame.graph.shape(tensor))]
-        ends = [*(s for s in scattered if s is not None), made.reduced()]
-        return min(ends, key=lambda end: self.prices.seconds(made, end, self.ttype(tensor)))
+        return [*(s for s in scattered if s is not None), made.reduced()]
 
     def _end_costs(self, tensor: int, have: Shardings) -> np.ndarray:
         """Seconds from where a tensor is made to its annotation; to where it is left, if it is an output."""
