@@ -90,8 +90,9 @@ class Propagation:
 
         parts: place the parts of axes one by one, too.
         known: the best choices for the graph over whole axes and with equal layers all alike, if they are known.
+            Parts of axes are placed from other good ones, too.
         """
-        placements = [choice.placement for choice in known]
+        placements = [] if parts else [choice.placement for choice in known]
         found = self._solved.get(id(graph)) or solved(graph, self.default_mesh, self._prices, placements)
         return _sharded(graph, found.refined(parts))
 

@@ -59,12 +59,14 @@ class Optimum:
 class Solved:
     """A program whose ops are on whole axes and whose equal layers are all alike, and its best assignment.
 
-    `axes` are those that were placed one after another, where there were too many labels for all at once.
+    axes: those that were placed one after another, where there were too many labels for all at once.
+    others: what was found from other axes as the first.
     """
 
     program: Program
     found: Certified
     axes: tuple[str, ...] = ()
+    others: tuple[tuple[Program, Certified], ...] = ()
 
     def plan(self) -> Optimum:
         """The plan of this assignment."""
@@ -87,7 +89,8 @@ class Solved:
         ways = [
             {"free": frozenset([part])} for part in reversed(range(max(len(atoms_of(mesh)) for mesh in frame.meshes)))
         ]
-        return _with_ends(*_in_parts(self.program, self.found, atoms_of, ways), None, ways)
+        starts = [(self.program, self.found), *self.others]
+        return _with_ends(*_best([_in_parts(*start, atoms_of, ways) for start in starts]), None, ways)
 
 
 def solved(graph: Graph, default_mesh: DeviceMesh, prices: Prices, known: Sequence[Placement] = ()) -> Solved:
@@ -109,7 +112,12 @@ def solved(graph: Graph, default_mesh: DeviceMesh, prices: Prices, known: Sequen
         program.build()
         return Solved(program, Certified(program.assigned(labels), -np.inf), axes)
     found = [_from_whole(make, labels, axes[n:] + axes[:n]) for n in range(len(axes))]
-    return Solved(*min(found, key=lambda each: each[1].assignment.value), axes)
+    best = _best(found)
+    return Solved(*best, axes, tuple(other for other in found if other is not best))
+
+
+def _best(found: Sequence[tuple[Program, Certified]]) -> tuple[Program, Certified]:
+    return min(found, key=lambda each: each[1].assignment.value)
 
 
 def _from_whole(
