@@ -69,8 +69,8 @@ class Solved:
     others: tuple[tuple[Program, Certified], ...] = ()
 
     def plan(self) -> Optimum:
-        """The plan of this assignment."""
-        return _decoded(self.program, self.found.assignment, None if self.axes else self.found.gap)
+        """The plan of this assignment, without its ops' next best placements."""
+        return _decoded(self.program, self.found.assignment, None if self.axes else self.found.gap, others=False)
 
     def refined(self, parts: bool) -> Optimum:
         """The plan whose first and last layers may be others.
@@ -226,7 +226,8 @@ def _in_atoms(axes_of: AtomsOf, atoms_of: AtomsOf, label: Label) -> Label:
     return label._replace(spot=Spot(spot.start, tuple([on[atom.axis] for atom in atoms]), tuple(order)))
 
 
-def _decoded(program: Program, found: Assignment, gap: float | None) -> Optimum:
+def _decoded(program: Program, found: Assignment, gap: float | None, others: bool = True) -> Optimum:
+    """The plan of an assignment; `others`: with the next best placement of each op."""
     graph, chosen = program.frame.graph, found.labels
     if program.frame.kept and found.value >= program.forbidden:
         operands = {node.id: program.placement(node.id, chosen).operands for node in graph.nodes}
@@ -242,16 +243,15 @@ def _decoded(program: Program, found: Assignment, gap: float | None) -> Optimum:
     for node in graph.nodes:
         kind = program.kind(node)
         if kind not in known:
-            known[kind] = _choice(program, node, chosen)
+            known[kind] = _choice(program, node, chosen, others)
     choices = tuple([known[program.kind(node)] for node in graph.nodes])
     return Optimum(choices, shardings, found.value, gap)
 
 
-def _choice(program: Program, node: Node, chosen: Sequence[int]) -> Choice:
+def _choice(program: Program, node: Node, chosen: Sequence[int], others: bool) -> Choice:
     placement, seconds = program.placement(node.id, chosen), program.seconds(node, chosen)
-    return Choice(
-        placement, program.source(node, placement, chosen), seconds, _runner_up(program, node, seconds, chosen)
-    )
+    other = _runner_up(program, node, seconds, chosen) if others else None
+    return Choice(placement, program.source(node, placement, chosen), seconds, other)
 
 
 def _runner_up(program: Program, node: Node, seconds: float, chosen: Sequence[int]) -> RunnerUp | None:

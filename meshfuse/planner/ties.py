@@ -7,6 +7,7 @@ could exchange their labels, what each one is computed from decides.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 
@@ -40,6 +41,7 @@ def placement_key(placement: Placement) -> Key:
     return placement.step is not None, placement.carry.operands, *sides
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def sharding_key(sharding: Sharding) -> Key:
     """Where a sharding comes among those of a tensor."""
     at = {name: n for n, name in enumerate(sharding.mesh.names)}
