@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from .graph import Graph
 from .mesh import DeviceMesh
 from .placement.options import Choice
-from .planner.optimum import Optimum, Solved, solved
+from .planner.answer import Optimum
+from .planner.optimum import Solved, solved
 from .planner.prices import Prices
 from .planner.reshard_costs import whole_axes
 from .sharding.value import Sharding

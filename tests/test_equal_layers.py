@@ -14,9 +14,10 @@ from interpreter import has_reference, interpret
 from meshfuse.compiler import compile_sharded, decided
 from meshfuse.graph import Graph
 from meshfuse.planner import frame
+from meshfuse.planner.answer import Optimum
 from meshfuse.planner.effort import Effort
 from meshfuse.planner.equal_layers import deciders
-from meshfuse.planner.optimum import Optimum, solved
+from meshfuse.planner.optimum import solved
 from meshfuse.planner.prices import Prices
 from meshfuse.planner.reshard_costs import whole_axes
 from meshfuse.plans.plan_cost import plan_cost

@@ -19,11 +19,12 @@ from ledger.known_programs import all_programs
 from meshfuse.compiler import _graph
 from meshfuse.graph import Graph
 from meshfuse.ops.values import TensorType
+from meshfuse.planner.answer import Answer, Optimum
 from meshfuse.planner.cost_graph import Between, Classes, CostGraph, FromEither, Same
 from meshfuse.planner.dual_ascent import solve
 from meshfuse.planner.elimination import Assignment
 from meshfuse.planner.frame import Frame
-from meshfuse.planner.optimum import Optimum, _among, _decoded, _named_axes, parts_of_axes, solved
+from meshfuse.planner.optimum import _among, _named_axes, parts_of_axes, solved
 from meshfuse.planner.prices import Prices
 from meshfuse.planner.program import Program
 from meshfuse.planner.reshard_costs import exact_seconds, whole_axes
@@ -163,16 +164,16 @@ def test_a_plan_is_the_best_of_all_plans() -> None:
         rest = {v: [*range(n)] if v in ops else [int(program.costs.costs[v].argmin())]
                 for v, n in enumerate(program.costs.sizes())}  # fmt: skip
         possible = [Assignment(chosen, 0.0) for chosen in itertools.product(*rest.values())
-                    if _is_possible(program, chosen)]  # fmt: skip
-        least = min(_seconds(graph, _decoded(program, found, None)) for found in possible)
+                    if _is_possible(Answer(program, Assignment(chosen, 0.0)))]  # fmt: skip
+        least = min(_seconds(graph, Answer(program, found).plan(None)) for found in possible)
         assert _seconds(graph, best) <= least + 1e-11, str(fd)
 
 
-def _is_possible(program: Program, chosen: tuple[int, ...]) -> bool:
+def _is_possible(answer: Answer) -> bool:
     """Whether no op needs terms that are not there, and what is shared is where its op makes it."""
-    pairs = program.used(chosen)
+    program, pairs = answer.program, answer.used()
     made = all(
-        program.shared[i].label(chosen[program.shared[i].variable])[0] in (program.placement(n, chosen).results[k],)
+        answer.there(i)[0] == answer.placement(n).results[k]
         for i, (n, k) in program.frame.makers.items() if i in program.shared
     )  # fmt: skip
     return made and all(program.prices.seconds(*pair) < np.inf for pair in pairs)

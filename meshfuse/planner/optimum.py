@@ -7,18 +7,17 @@ closed forms; those that the answer uses are then worked out exactly, and the pr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..graph import Graph, Node
+from ..graph import Graph
 from ..mesh import DeviceMesh
 from ..placement.factors import Placement
-from ..placement.options import Choice, RunnerUp
 from ..sharding.layout import Split
-from ..sharding.value import Sharding
+from .answer import Answer, Optimum
 from .dual_ascent import ADVANCE, MOST_SWEEPS, TOLERANCE, Certified, solve
 from .elimination import Assignment
 from .frame import Frame
@@ -27,7 +26,6 @@ from .op_labels import whole_labels
 from .prices import Prices
 from .program import Program
 from .reshard_costs import Atoms, AtomsOf, whole_axes
-from .stationary import check_stationary
 
 # Times that a problem is solved again at most; once suffices for most programs.
 _MOST_ROUNDS = 11
@@ -37,22 +35,6 @@ _MOST_PARTS = 4
 _FEW_SWEEPS = 16
 # Labels of all ops together that are considered at once.
 _MOST_LABELS = 1_800
-
-
-@dataclass(frozen=True, slots=True)
-class Optimum:
-    """A choice for every op, where tensors are, the seconds of the plan, and its gap.
-
-    `gap` is the part of the seconds by which a plan of other placements may take less; None where not all that there
-    are were considered at once. Of equal layers, plans in which these are equal are considered. Both are at the prices
-    of the last round. Reshards that the plan does not use are priced in closed form, which for some is dearer than
-    their cheapest path: the proof is of these prices.
-    """
-
-    choices: tuple[Choice, ...]
-    shardings: Mapping[int, Sharding]
-    seconds: float
-    gap: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +52,7 @@ class Solved:
 
     def plan(self) -> Optimum:
         """The plan of this assignment, without its ops' next best placements."""
-        return _decoded(self.program, self.found.assignment, None if self.axes else self.found.gap, others=False)
+        return Answer(self.program, self.found.assignment).plan(None if self.axes else self.found.gap, others=False)
 
     def refined(self, parts: bool) -> Optimum:
         """The plan whose first and last layers may be others.
@@ -171,10 +153,10 @@ def _with_ends(program: Program, found: Certified, gap: float | None, ways: Sequ
     """
     frame = program.frame
     if len(frame.ops) == len(frame.graph.nodes):
-        return _decoded(program, found.assignment, gap)
+        return Answer(program, found.assignment).plan(gap)
     make = functools.partial(Program, frame.with_ends(), program.prices, program.atoms_of, homes=program.homes)
     there, better = _one_by_one(make, ways, program, found)
-    return _decoded(there, better.assignment, gap)
+    return Answer(there, better.assignment).plan(gap)
 
 
 def _count(frame: Frame, atoms_of: AtomsOf) -> int:
@@ -202,7 +184,7 @@ def _solved(program: Program, known: Sequence[Label] = (), sweeps: int = MOST_SW
     found = solve(program.costs, known=program.assigned(known) if known else None, sweeps=sweeps)
     best = found.assignment.labels
     for _ in range(_MOST_ROUNDS):
-        if not program.prices.correct(program.used(found.assignment.labels)):
+        if not program.prices.correct(Answer(program, found.assignment).used()):
             return found
         before = program.costs
         program.build()
@@ -224,43 +206,6 @@ def _in_atoms(axes_of: AtomsOf, atoms_of: AtomsOf, label: Label) -> Label:
     on = {axis.axis: at for axis, at in zip(axes, spot.at, strict=True)}
     order = [n for axis in spot.order for n, atom in enumerate(atoms) if atom.axis == axes[axis].axis]
     return label._replace(spot=Spot(spot.start, tuple([on[atom.axis] for atom in atoms]), tuple(order)))
-
-
-def _decoded(program: Program, found: Assignment, gap: float | None, others: bool = True) -> Optimum:
-    """The plan of an assignment; `others`: with the next best placement of each op."""
-    graph, chosen = program.frame.graph, found.labels
-    if program.frame.kept and found.value >= program.forbidden:
-        operands = {node.id: program.placement(node.id, chosen).operands for node in graph.nodes}
-        check_stationary(
-            graph, program.frame.kept, {i: program.there(i, chosen)[0] for i in program.frame.kept}, operands
-        )
-    shardings = {i: given[0] for i, given in program.frame.inputs.items()}
-    for node in graph.nodes:
-        shardings.update(zip(node.outputs, program.placement(node.id, chosen).results, strict=True))
-    free = [i for i in graph.outputs if i in program.frame.makers and i not in graph.annotations]
-    shardings |= {i: program.left(i, chosen) for i in free} | dict(graph.annotations)
-    known = dict[Hashable, Choice]()
-    for node in graph.nodes:
-        kind = program.kind(node)
-        if kind not in known:
-            known[kind] = _choice(program, node, chosen, others)
-    choices = tuple([known[program.kind(node)] for node in graph.nodes])
-    return Optimum(choices, shardings, found.value, gap)
-
-
-def _choice(program: Program, node: Node, chosen: Sequence[int], others: bool) -> Choice:
-    placement, seconds = program.placement(node.id, chosen), program.seconds(node, chosen)
-    other = _runner_up(program, node, seconds, chosen) if others else None
-    return Choice(placement, program.source(node, placement, chosen), seconds, other)
-
-
-def _runner_up(program: Program, node: Node, seconds: float, chosen: Sequence[int]) -> RunnerUp | None:
-    """The placement that costs least beside the chosen one if all other ops stay; None if there is none."""
-    found = program.next_best(node.id, chosen)
-    if found is None:
-        return None
-    placement, more = found
-    return RunnerUp(program.source(node, placement, chosen), seconds + more, placement.operands, placement.results)
 
 
 @functools.lru_cache(maxsize=1 << 10)

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..graph import Node
 from ..ops.values import TensorType
-from ..placement.factors import Placement
-from ..placement.options import Source
 from ..sharding import layout as lay
 from ..sharding.value import Sharding
 from .cost_graph import Between, Classes, CostGraph, Costs, Digits, Edge, FromEither, Same
@@ -26,7 +23,7 @@ from .elimination import Assignment, eliminate, elimination_order
 from .frame import Frame
 from .labels import Label
 from .op_labels import LabelMaker, Labels, classes_of
-from .prices import Pair, Prices, Shardings
+from .prices import Prices, Shardings
 from .reshard_costs import AtomsOf
 from .stationary import moves_along
 from .ties import by_preference, own, sharding_key
@@ -337,116 +334,6 @@ class Program:
         """Every op's label in an assignment."""
         at = [(self.labels[node.id], chosen[self.variables[node.id]]) for node in self.frame.graph.nodes]
         return [Label(labels.placements[n], labels.spots[n]) for labels, n in at]
-
-    # answers ----------------------------------------------------------------------------------------------------
-
-    def placement(self, node: int, chosen: Sequence[int]) -> Placement:
-        """The placement of an op in an assignment."""
-        return self.labels[node].placements[chosen[self.variables[node]]]
-
-    def there(self, tensor: int, chosen: Sequence[int]) -> tuple[Sharding, ...]:
-        """Where a tensor is in an assignment: where it is made, and its copy."""
-        shared = self.shared.get(self.frame.alike[tensor])
-        if isinstance(shared, Shared):
-            return shared.label(chosen[shared.variable])
-        if shared is not None:
-            made = self.frame.given[tensor][0] if tensor in self.frame.given else self._made(tensor, chosen)
-            return tuple(dict.fromkeys((made, shared.places[chosen[shared.variable]])))
-        return self.frame.given[tensor] if tensor in self.frame.given else (self._made(tensor, chosen),)
-
-    def _made(self, tensor: int, chosen: Sequence[int]) -> Sharding:
-        node, place = self.frame.makers[tensor]
-        return self.placement(node, chosen).results[place]
-
-    def seconds(self, node: Node, chosen: Sequence[int]) -> float:
-        """What an op takes in an assignment: its work, bringing its operands, and its results' copies and ends."""
-        label = chosen[self.variables[node.id]]
-        placement, total = self.labels[node.id].placements[label], float(self.labels[node.id].seconds[label])
-        for i, need in dict.fromkeys(zip(node.inputs, placement.operands, strict=True)):
-            total += min([self.prices.seconds(s, need, self.ttype(i)) for s in self.there(i, chosen)])
-        for i in dict.fromkeys(node.inputs):
-            if (
-                i in self.frame.given
-                and self.frame.alike[i] in self.shared
-                and next(iter(self.frame.readers[i])) == node.id
-            ):
-                made, *copy = self.there(i, chosen)  # The first reader pays for the copy.
-                total += sum([self.prices.seconds(made, s, self.ttype(i)) for s in copy])
-        for i in node.outputs:
-            total += self._after(i, chosen)
-        return total
-
-    def kind(self, node: Node) -> Hashable:
-        """What an op's choice follows from."""
-        tensors = tuple([self.frame.alike[i] for i in (*node.inputs, *node.outputs)])
-        first = tuple([i in self.frame.given and next(iter(self.frame.readers[i])) == node.id for i in node.inputs])
-        return self.frame.deciders[node.id], tensors, first
-
-    def source(self, node: Node, placement: Placement, chosen: Sequence[int]) -> Source:
-        """What a placement of an op follows: an operand that is there already, a result that is asked for so."""
-        if placement.step is not None:
-            return Source("pieces")
-        if placement.carry.operands:
-            return Source("carry", placement.carry.operands[0])
-        rows = [*enumerate(zip(node.inputs, placement.operands, strict=True))]
-        for place, (i, need) in sorted(rows, key=lambda row: -self.ttype(row[1][0]).nbytes):
-            if need.splits and need in self.there(i, chosen):
-                return Source("operand", place)
-        for place, made in enumerate(placement.results):
-            if made.splits:
-                return Source("result", place)
-        return Source("whole")
-
-    def _after(self, tensor: int, chosen: Sequence[int]) -> float:
-        """Seconds of bringing a result to its annotation, or to its copy, or else to where it is left."""
-        made, end = self._made(tensor, chosen), self._end_of(tensor, chosen)
-        copy = () if tensor in self.frame.given else self.there(tensor, chosen)[1:]
-        targets = copy or ((end,) if end is not None else ())
-        return sum([self.prices.seconds(made, target, self.ttype(tensor)) for target in targets])
-
-    def next_best(self, node: int, chosen: Sequence[int]) -> tuple[Placement, float] | None:
-        """The label that costs least but for the chosen one if all others stay, and how much more it costs."""
-        variable, labels = self.variables[node], self.labels[node]
-        costs = self.costs.costs[variable].copy()
-        for edge in self.edges_of[variable]:
-            side = edge.sides.index(variable)
-            other = np.full(len(self.costs.costs[edge.sides[1 - side]]), np.inf)
-            other[chosen[edge.sides[1 - side]]] = 0.0
-            costs += edge.passed(other, back=side == 0)
-        taken = costs[chosen[variable]]
-        costs[chosen[variable]] = np.inf
-        best = int(costs.argmin())
-        more = float(costs[best] - taken) / self.frame.ops[self.frame.deciders[node]]
-        return (labels.placements[best], more) if costs[best] < taken + self.limit else None
-
-    def _end_of(self, tensor: int, chosen: Sequence[int]) -> Sharding | None:
-        """Where a tensor must be in the end: at its annotation, or where an output is left."""
-        note = self.frame.graph.annotations.get(tensor)
-        return note or (self.left(tensor, chosen) if tensor in self.frame.outputs else None)
-
-    def left(self, tensor: int, chosen: Sequence[int]) -> Sharding:
-        """Where a free output is left: where it is made, or at its copy if that is reduced, or where a sum ends."""
-        made, *copy = self.there(tensor, chosen)
-        reduced = bool(made.partial and copy and not copy[0].partial)
-        return copy[0] if reduced else self.end(tensor, made)
-
-    def used(self, chosen: Sequence[int]) -> set[Pair]:
-        """The pairs whose prices an assignment depends on."""
-        found = {pair for tensor in self.frame.tensors for pair in self._used(tensor, chosen)}
-        return {pair for pair in found if pair[0] is not pair[1]}
-
-    def _used(self, tensor: int, chosen: Sequence[int]) -> list[Pair]:
-        there, ttype = self.there(tensor, chosen), self.ttype(tensor)
-        is_free = (
-            tensor in self.frame.inputs and tensor not in self.frame.graph.annotations
-        )  # whole: its parts cost nothing
-        needs = [self.placement(node, chosen).operands[place]
-                 for node, places in self.frame.readers.get(tensor, {}).items() for place in places]  # fmt: skip
-        pairs = [] if is_free else [(have, need, ttype) for have in there for need in (*needs, *there[1:])]
-        if tensor in self.frame.makers:
-            made, end = self._made(tensor, chosen), self._end_of(tensor, chosen)
-            pairs += [(made, end, ttype)] if end is not None else []
-        return pairs
 
 
 def _scattered(made: Sharding, dim: int, n: int) -> Sharding | None:
