@@ -61,10 +61,11 @@ def axis_labels(
     special: layouts that some annotation asks for and that no axis on a factor gives (`special_layouts`). Each is a
         start, to which the other axes are added.
     reductions: the layouts that the user gave the factors that are reduced, in the rule's order; () where none.
-    near: only the labels near one.
+    near: only the labels near one, from its own start and the special ones.
     """
-    starts = [_with_reductions(rule, start, reductions) for start in ((WHOLE,) * len(rule.factors), *special)]
-    starts = [start for start in starts if _is_possible(start)] if near is None else [near.spot.start]
+    first = (WHOLE,) * len(rule.factors) if near is None else near.spot.start
+    starts = [_with_reductions(rule, start, reductions) for start in (first, *special)]
+    starts = [start for start in starts if _is_possible(start)]
     kinds = (FactorKind.BLOCK, FactorKind.REDUCE) if reductions else (FactorKind.BLOCK,)
     free = tuple(f for f, factor in enumerate(rule.factors) if factor.kind not in kinds)
     each = (_enumerated(call, rule, mesh, atoms, start, free, near) for start in dict.fromkeys(starts))
@@ -125,25 +126,23 @@ def _spots(
 
 
 def _orders(atoms: Atoms, at: Sequence[int | None], near: Near | None) -> Iterator[tuple[int, ...]]:
-    """The orders of axes, whose parts stay together, that differ on some factor; those near a label differ in atoms.
-
-    Of orders that are the same on all factors the first.
-    """
-    seen = set[tuple[tuple[int, ...], ...]]()
-    factors = sorted({place for place in at if place is not None and place != _CARRIED})
-    names = dict.fromkeys(atom.axis for atom in atoms)
-    for axes in itertools.permutations(names):
-        order = tuple([n for axis in axes for n, atom in enumerate(atoms) if atom.axis == axis])
-        on = tuple([tuple([n for n in order if at[n] == factor]) for factor in factors])
-        if on not in seen and (near is None or _keeps(order, at, near)):
-            seen.add(on)
-            yield order
+    """The orders of axes, whose parts stay together, that differ on some factor; those near a label differ in atoms."""
+    groups: dict[int | None, dict[str | None, list[int]]] = {}
+    for n, place in enumerate(at):
+        groups.setdefault(place, {}).setdefault(atoms[n].axis, []).append(n)
+    ways = [_arranged(place, [*group.values()], near) for place, group in groups.items()]
+    return (tuple(itertools.chain.from_iterable(order)) for order in itertools.product(*ways))
 
 
-def _keeps(order: Sequence[int], at: Sequence[int | None], near: Near) -> bool:
-    """Whether atoms that are not free have the order that they had."""
-    fixed = [[n for n in each if n not in near.free] for each in (order, near.spot.order)]
-    return all([n for n in fixed[0] if at[n] == place] == [n for n in fixed[1] if at[n] == place] for place in set(at))
+def _arranged(place: int | None, axes: Sequence[Sequence[int]], near: Near | None) -> list[tuple[int, ...]]:
+    """The orders of some axes, each in its atoms, on one factor; atoms that are not free keep theirs."""
+    if place is None or place == _CARRIED or len(axes) == 1:
+        return [tuple(itertools.chain.from_iterable(axes))]
+    orders = [tuple(itertools.chain.from_iterable(order)) for order in itertools.permutations(axes)]
+    if near is None:
+        return orders
+    there = [n for n in near.spot.order if n in orders[0] and n not in near.free]
+    return [order for order in orders if [n for n in order if n not in near.free] == there]
 
 
 def _layouts(

@@ -153,9 +153,10 @@ class LabelMaker:
         if here is not None and (self._is_fixed(node) or (self._is_in_chunks(node) and self.along is None)):
             yield here, own_seconds(call, here.placement)
             return
-        if here is not None and self.free is not None:
-            near = Near(here.spot or nowhere(rule, atoms), self.free)
-        asked = special.of_op(node) if near is None else ()
+        free = self._free(atoms)
+        if here is not None and free is not None and (here.spot is not None or self.along is None):
+            near = Near(here.spot or nowhere(rule, atoms), free)
+        asked = special.of_op(node) if self.free is None else ()
         labels = axis_labels(call, rule, mesh, atoms, asked, reductions, near)
         if call.op.window is not None:
             labels = (*labels, *[Label(placement, None) for placement in self._windows(node, mesh, special, made)])
@@ -169,6 +170,12 @@ class LabelMaker:
             yield label, own_seconds(call, label.placement)
         if here is not None:
             yield here, own_seconds(call, here.placement)
+
+    def _free(self, atoms: Atoms) -> frozenset[int] | None:
+        """The numbers of the atoms that are placed; None for all."""
+        if self.along is None:
+            return self.free
+        return frozenset([n for n, atom in enumerate(atoms) if atom.axis == self.along])
 
     def _windows(
         self, node: Node, mesh: DeviceMesh, special: SpecialLayouts, made: Mapping[int, dict[Sharding, None]]
@@ -191,7 +198,8 @@ class LabelMaker:
 def whole_labels(graph: Graph, mesh: DeviceMesh, atoms_of: AtomsOf) -> list[Label]:
     """For every op the label in which it is whole on all ranks, but for what the user says of its reductions."""
     atoms, said = atoms_of(mesh), graph.reductions
-    return [axis_labels(node.call, node.rule, mesh, atoms, (), said.get(node.id, ()))[0] for node in graph.nodes]
+    each = [(node, Near(nowhere(node.rule, atoms), frozenset())) for node in graph.nodes]
+    return [axis_labels(node.call, node.rule, mesh, atoms, (), said.get(node.id, ()), near)[0] for node, near in each]
 
 
 def _keeps_chunks(placement: Placement, cuts: Sequence[tuple[int, int, Layout]]) -> bool:

@@ -42,7 +42,7 @@ class Solved:
     """A program whose ops are on whole axes and whose equal layers are all alike, and its best assignment.
 
     axes: those that were placed one after another, where there were too many labels for all at once.
-    others: what was found from other axes as the first.
+    others: what was found in another order.
     """
 
     program: Program
@@ -93,7 +93,7 @@ def solved(graph: Graph, default_mesh: DeviceMesh, prices: Prices, known: Sequen
         program = make(labels, along=axes[0])
         program.build()
         return Solved(program, Certified(program.assigned(labels), -np.inf), axes)
-    found = [_from_whole(make, labels, axes[n:] + axes[:n]) for n in range(len(axes))]
+    found = [_from_whole(make, labels, order) for order in (axes, axes[::-1])]
     best = _best(found)
     return Solved(*best, axes, tuple(other for other in found if other is not best))
 
@@ -105,7 +105,7 @@ def _best(found: Sequence[tuple[Program, Certified]]) -> tuple[Program, Certifie
 def _from_whole(
     make: Callable[..., Program], labels: Sequence[Label], axes: Sequence[str]
 ) -> tuple[Program, Certified]:
-    """The best assignment that is found by placing one axis after another: which is the first may matter."""
+    """The best assignment that is found by placing one axis after another: in which order may matter."""
     program = make(labels, along=axes[0])
     return _one_by_one(make, [{"along": axis} for axis in axes], program, _solved(program), tried=1)
 

@@ -39,10 +39,13 @@ class Prices:
         """Make the table between these, which others are parts of."""
         self._matrix(ttype).numbers(shardings)
 
-    def table(self, sources: Shardings, targets: Shardings, ttype: TensorType) -> Costs:
-        """Seconds from every source to every target; inf where there is no way."""
+    def table(self, sources: Shardings, targets: Shardings, ttype: TensorType, rough: bool = False) -> Costs:
+        """Seconds from every source to every target; inf where there is no way.
+
+        rough: take closed forms where these are rough, too.
+        """
         matrix = self._matrix(ttype)
-        return matrix.table(matrix.numbers(sources), matrix.numbers(targets))
+        return matrix.table(matrix.numbers(sources), matrix.numbers(targets), rough)
 
     def seconds(self, source: Sharding, target: Sharding, ttype: TensorType) -> float:
         """Seconds from one sharding to another."""
@@ -83,14 +86,16 @@ class _Matrix:
             found = self._numbers[shardings] = np.array([self.shardings[s] for s in shardings], dtype=np.int64)
         return found
 
-    def table(self, rows: Numbers, columns: Numbers) -> Costs:
-        """[rows, columns]: those for which closed forms are rough are searched, where they are not many."""
+    def table(self, rows: Numbers, columns: Numbers, rough: bool) -> Costs:
+        """[rows, columns]: those for which closed forms are rough are searched, if they shall be and are not many."""
         at = np.ix_(rows, columns)
         quality = self.quality[at]
         if quality.any():
-            rough = np.argwhere(quality == ROUGH)
-            listed = [*self.shardings]
-            for n, m in (*np.argwhere(quality == NONE), *(rough if len(rough) <= _MOST_EXACT else ())):
+            searched, listed = np.argwhere(quality == ROUGH), [*self.shardings]
+            for n, m in (
+                *np.argwhere(quality == NONE),
+                *(searched if len(searched) <= _MOST_EXACT and not rough else ()),
+            ):
                 self.correct(listed[rows[n]], listed[columns[m]])
         return self.costs[at]
 

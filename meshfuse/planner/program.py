@@ -73,7 +73,8 @@ class Program:
 
     atoms_of, around, free, along: which labels ops have (`LabelMaker`).
     homes: whether all readers of a tensor take it from one place, which makes for far smaller tables of elimination. As
-        slices cost nothing, there is little that a copy beside the tensor saves more.
+        slices cost nothing, there is little that a copy beside the tensor saves more. Prices in closed form are then
+        exact only where the answer uses them.
     """
 
     frame: Frame
@@ -164,7 +165,7 @@ class Program:
     # prices -----------------------------------------------------------------------------------------------------
 
     def _table(self, sources: Shardings, targets: Shardings, tensor: int) -> Costs:
-        table = np.minimum(self.prices.table(sources, targets, self.ttype(tensor)), self.impossible)
+        table = np.minimum(self.prices.table(sources, targets, self.ttype(tensor), self.homes), self.impossible)
         along = self.frame.kept.get(tensor)
         return (
             table

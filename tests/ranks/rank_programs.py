@@ -78,10 +78,11 @@ def nvfuser_mlp() -> mf.FusionDefinition:
 
     def notes(fd, x, w1, w2, y):
         mesh = mf.DeviceMesh(torch.arange(4).reshape(2, 2))
-        for tv in (x, w1, w2):
+        for tv in (x, w1, w2, y):
             tv.set_device_mesh(mesh)
-        x.outer_split(0, 2)
-        x.axis(0).parallelize(mf.ParallelType.mesh_y)
+        for tv in (x, y):
+            tv.outer_split(0, 2)
+            tv.axis(0).parallelize(mf.ParallelType.mesh_y)
         w1.outer_split(0, 2)
         w1.axis(0).parallelize(mf.ParallelType.mesh_x)
         w2.outer_split(1, 2)
