@@ -68,9 +68,9 @@ class Solved:
             program, best = _all_parts(self.program, self.found, atoms_of)
             if not best.gap:
                 return _with_ends(program, best, best.gap, [{}])
-        ways = [
-            {"free": frozenset([part])} for part in reversed(range(max(len(atoms_of(mesh)) for mesh in frame.meshes)))
-        ]
+        # The minor part first: it leaves neighbouring blocks together on the others.
+        count = max(len(atoms_of(mesh)) for mesh in frame.meshes)
+        ways = [{"free": frozenset([part])} for part in reversed(range(count))]
         starts = [(self.program, self.found), *self.others]
         return _with_ends(*_best([_in_parts(*start, atoms_of, ways) for start in starts]), None, ways)
 
