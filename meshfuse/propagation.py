@@ -6,6 +6,7 @@ factor form of the rules is GSPMD's and Shardy's; deciding by modelled time is o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,8 @@ from .planner.answer import Optimum
 from .planner.optimum import Solved, solved
 from .planner.prices import Prices
 from .planner.reshard_costs import whole_axes
-from .sharding.value import Sharding
+from .sharding import layout as lay
+from .sharding.value import Sharding, intersecting
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +43,20 @@ class ShardedDefinition:
         return sum([choice.seconds for choice in self.choices])
 
     def verify(self) -> None:
-        """Assert that every tensor has a sharding, annotated ones their own, and that every placement fits its op."""
+        """Assert that every tensor has a sharding, annotated ones their own, and that every placement fits its op.
+
+        No sharding has a part of an axis twice.
+        """
         graph = self.graph
         made = {i for node in graph.nodes for i in node.outputs}
         assert set(self.shardings) == made | set(graph.input_tensors)
         assert all(self.shardings[i] == sharding for i, sharding in graph.annotations.items())
+        used = set[Sharding]()
         for node, choice in zip(graph.nodes, self.choices, strict=True):
             assert len(choice.placement.operands) == len(node.inputs)
             assert len(choice.placement.results) == len(node.outputs)
+            used.update(choice.placement.operands, choice.placement.results)
+        assert not any(map(_has_an_axis_twice, used))
 
     def __str__(self) -> str:
         lines = []
@@ -61,6 +69,11 @@ class ShardedDefinition:
             taken = ", ".join(f"t{i} {s}" for i, s in zip(node.inputs, choice.placement.operands, strict=True))
             lines.append(f"{made} = {node.name}({taken})")
         return "\n".join(lines)
+
+
+def _has_an_axis_twice(sharding: Sharding) -> bool:
+    axes = [axis for layout in (*sharding.dims, sharding.partial) for axis in lay.axes(layout)]
+    return any(intersecting(one, other) for one, other in itertools.combinations(axes, 2))
 
 
 # Makes a plan of a graph.

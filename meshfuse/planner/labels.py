@@ -119,9 +119,10 @@ def _spots(
 ) -> Iterable[tuple[int | None, ...]]:
     """Where atoms may be; those of axes that the start uses are on nothing else."""
     used = {split.axis for layout in start for split in layout if split.bound}
-    ways: list[Sequence[int | None]] = [(None,) if atom.axis in used else places for atom in atoms]
-    if near is not None:
-        ways = [way if n in near.free else (near.spot.at[n],) for n, way in enumerate(ways)]
+    ways: list[Sequence[int | None]] = [
+        (None,) if atom.axis in used else places if near is None or n in near.free else (near.spot.at[n],)
+        for n, atom in enumerate(atoms)
+    ]
     return itertools.product(*ways)
 
 
