@@ -74,8 +74,8 @@ class Explainer:
         self._by_tensor: dict[int, list[Reshard]] | None = None
         self._search: MeshCosts | None = None
 
-    def lines(self, tensor: int) -> Iterator[str]:
-        """Everything there is to say about one tensor."""
+    def lines(self, tensor: int, replanned: bool = True) -> Iterator[str]:
+        """Everything there is to say about one tensor; `replanned`: also what takes a plan of its own."""
         made = self.graph.tensors[tensor]
         if tensor not in self.compiled.sharded.shardings:
             yield f"{made.label}: {made.type} at {quoted(made.line)}: no output needs it, so it is not computed"
@@ -84,7 +84,7 @@ class Explainer:
         yield f"{made.label}: {made.type}, sharded {sharding} on {sharding.mesh}"
         yield f"  {self._maker(tensor)} at {quoted(made.line)}"
         yield from (f"  {line}" for line in self._why(tensor))
-        yield from (f"  {line}" for line in self._stationary(tensor))
+        yield from (f"  {line}" for line in (self._stationary(tensor) if replanned else ()))
         yield from (f"  {line}" for line in self._alternative(tensor))
         yield from (f"  {line}" for line in self._meshes(tensor))
         yield from (f"  {line}" for line in self._chunks(tensor))

@@ -113,7 +113,8 @@ def _input(explainer: Explainer, tensor: int) -> dict[str, Any]:
     made = explainer.graph.tensors[tensor]
     return {
         "name": "input", "label": made.label, "type": str(made.type), "line": quoted(made.line), "in": [],
-        "shards": [_shard(explainer.compiled.sharded.shardings[tensor])], "why": list(explainer.lines(tensor)),
+        "shards": [_shard(explainer.compiled.sharded.shardings[tensor])],
+        "why": [*explainer.lines(tensor, replanned=False)],
     }  # fmt: skip
 
 
@@ -123,7 +124,8 @@ def _op(explainer: Explainer, node: Node, places: dict[int, int]) -> dict[str, A
     return {
         "name": node.name, "label": first.label, "type": ", ".join(str(tensors[i].type) for i in node.outputs),
         "line": quoted(node.line), "in": list(dict.fromkeys(places[i] for i in node.inputs)),
-        "shards": [_shard(shardings[i]) for i in node.outputs], "why": list(explainer.lines(node.outputs[0])),
+        "shards": [_shard(shardings[i]) for i in node.outputs],
+        "why": [*explainer.lines(node.outputs[0], replanned=False)],
     }  # fmt: skip
 
 
