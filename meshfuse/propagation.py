@@ -6,7 +6,6 @@ factor form of the rules is GSPMD's and Shardy's; deciding by modelled time is o
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,8 +16,7 @@ from .planner.answer import Optimum
 from .planner.optimum import Solved, solved
 from .planner.prices import Prices
 from .planner.reshard_costs import whole_axes
-from .sharding import layout as lay
-from .sharding.value import Sharding, intersecting
+from .sharding.value import Sharding, fit_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class ShardedDefinition:
             assert len(choice.placement.operands) == len(node.inputs)
             assert len(choice.placement.results) == len(node.outputs)
             used.update(choice.placement.operands, choice.placement.results)
-        assert not any(map(_has_an_axis_twice, used))
+        assert all(fit_together((*sharding.splits, *sharding.partial)) for sharding in used)
 
     def __str__(self) -> str:
         lines = []
@@ -69,11 +67,6 @@ class ShardedDefinition:
             taken = ", ".join(f"t{i} {s}" for i, s in zip(node.inputs, choice.placement.operands, strict=True))
             lines.append(f"{made} = {node.name}({taken})")
         return "\n".join(lines)
-
-
-def _has_an_axis_twice(sharding: Sharding) -> bool:
-    axes = [axis for layout in (*sharding.dims, sharding.partial) for axis in lay.axes(layout)]
-    return any(intersecting(one, other) for one, other in itertools.combinations(axes, 2))
 
 
 # Makes a plan of a graph.

@@ -33,7 +33,6 @@ class _Model:
     """Columns: every variable's labels, then every edge's pairs; rows: one for each label, or class, of an edge."""
 
     def __init__(self, graph: CostGraph):
-        self.graph = graph
         self.costs = list(graph.costs)
         self.integral = [np.ones(len(costs)) for costs in graph.costs]
         self.starts = np.concatenate([[0], np.cumsum(graph.sizes())])

@@ -18,9 +18,9 @@ from meshfuse.planner.reshard_costs import whole_axes
 CELLS = 60_000
 
 
-def problems(every: int, first: int) -> Iterator[tuple[str, Solved]]:
-    """Every so many-th of the ledger's programs, as far as all their axes are placed at once and HiGHS is quick."""
-    for name, define in sorted(all_programs().items())[first::every]:
+def problems() -> Iterator[tuple[str, Solved]]:
+    """One of twelve of the ledger's programs, as far as all their axes are placed at once and HiGHS is quick."""
+    for name, define in sorted(all_programs().items())[4::12]:
         graph = graph_of(define())
         found = solved(graph, DeviceMesh([0]), Prices(whole_axes))
         sizes = found.program.costs.sizes()
@@ -28,11 +28,10 @@ def problems(every: int, first: int) -> Iterator[tuple[str, Solved]]:
             yield name, found
 
 
-@pytest.mark.fuzz
-@pytest.mark.parametrize("first", [4])
-def test_no_assignment_costs_less(first: int) -> None:
+@pytest.mark.slow
+def test_no_assignment_costs_less() -> None:
     compared = 0
-    for name, found in problems(12, first):
+    for name, found in problems():
         value = found.found.assignment.value
         best = least(found.program.costs, value)
         assert value * (1 - found.found.gap) <= best * (1 + 1e-6), name

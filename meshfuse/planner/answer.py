@@ -49,13 +49,13 @@ class Answer:
         if frame.kept and self.assignment.value >= self.program.forbidden:
             operands = {node.id: self.placement(node.id).operands for node in frame.graph.nodes}
             check_stationary(frame.graph, frame.kept, {i: self.there(i)[0] for i in frame.kept}, operands)
-        known = dict[Hashable, Choice]()
+        known, choices = dict[Hashable, Choice](), list[Choice]()
         for node in frame.graph.nodes:
             kind = self._kind(node)
             if kind not in known:
                 known[kind] = self._choice(node, others)
-        choices = tuple([known[self._kind(node)] for node in frame.graph.nodes])
-        return Optimum(choices, self._shardings(), self.assignment.value, gap)
+            choices.append(known[kind])
+        return Optimum(tuple(choices), self._shardings(), self.assignment.value, gap)
 
     def _shardings(self) -> dict[int, Sharding]:
         """Where every tensor is: an annotated one at its annotation, an output where it is left."""

@@ -15,7 +15,7 @@ from ..placement.factors import NO_CARRY, Carry, Layouts, Placement, passes, pla
 from ..placement.options import EARLIER, window_seconds, work
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
-from ..sharding.value import canonical_partial, conflicting
+from ..sharding.value import canonical_partial, fit_together
 from .reshard_costs import Atoms
 
 _CARRIED = -1
@@ -84,8 +84,7 @@ def _with_reductions(rule: Rule, start: Layouts, reductions: tuple[Layout, ...])
 
 def _is_possible(layouts: Layouts) -> bool:
     """Whether no part of an axis is on two factors."""
-    bound = [split for layout in layouts for split in lay.axes(layout)]
-    return not any(conflicting(a, b) for a, b in itertools.combinations(bound, 2))
+    return fit_together(split for layout in layouts for split in lay.axes(layout))
 
 
 def distinct(labels: Iterable[Label]) -> tuple[Label, ...]:

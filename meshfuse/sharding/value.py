@@ -280,6 +280,11 @@ def conflicting(a: Split, b: Split) -> bool:
     return b.pre % (a.pre * (a.size or 1)) != 0 and a.pre % (b.pre * (b.size or 1)) != 0
 
 
+def fit_together(splits: Iterable[Split]) -> bool:
+    """Whether no two of these bound splits are conflicting: they can all be of one tensor."""
+    return not any(conflicting(a, b) for a, b in itertools.combinations(splits, 2))
+
+
 def intersecting(a: Split, b: Split) -> bool:
     """True where two bound splits share a part of a mesh axis."""
     return a.axis == b.axis and a.pre < b.pre * (b.size or 1) and b.pre < a.pre * (a.size or 1)

@@ -50,9 +50,12 @@ def attention_and_mlp_of_one_product(fd: Fd, s: Sizes) -> None:
     split(fd, TP8, (w, [None, "tp"]), (out, ["tp", None]), (y, [None] * 3))
 
 
-@known(34.61, 19.21)
+@known(34.61, 19.21, gflop=2.15 + 8.59 + 8.59)
 def grouped_heads_of_one_sequence_in_one_product(fd: Fd, s: Sizes) -> None:
-    """Parts of the weight go to groups of two ranks with 4 heads of q each, heads to rows, and the rows to all."""
+    """Parts of the weight go to groups of two ranks with 4 heads of q each, heads to rows, and the rows to all.
+
+    By hand every rank then has the whole last product; q, k and v and the attention are split over all of them.
+    """
     x, w = floats(fd, 1, s.tokens, s.width), floats(fd, s.width, 2 * s.width)
     out = floats(fd, s.width, s.width)
     q, k, v = columns(fd, fd.ops.matmul(x, w), [s.width, s.width // 2, s.width // 2])
