@@ -38,7 +38,7 @@ CALLS = [
     "add_output", "backends", "bill", "call", "compile", "define_scalar", "define_tensor", "define_vector", "execute",
     "explain", "from_pytorch", "fusion", "grad", "host_program", "latest", "max_memory", "max_wire", "memory",
     "mesh_split", "ops", "output_shardings", "overlap", "prepared", "recording", "shard", "simulate", "size",
-    "stop_gradient",
+    "stationary", "stop_gradient",
 ]  # fmt: skip
 
 
