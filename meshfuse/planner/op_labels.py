@@ -80,7 +80,8 @@ class LabelMaker:
         windowed = {node.inputs[0] for node in graph.nodes if node.call.op.window is not None}
         if windowed:  # Each adds to what is asked of the ops after it.
             special = {mesh: layouts.copy() for mesh, layouts in special.items()}
-        for node in graph.nodes if windowed else [graph.nodes[op] for op in sorted(frame.ops)]:
+        makers = {frame.makers[i][0] for i in windowed if i in frame.makers}
+        for node in [graph.nodes[op] for op in sorted({*frame.ops, *makers})]:
             for layouts in special.values() if windowed else ():
                 layouts.follow(node)
             key = self._kind(node, special)

@@ -7,8 +7,9 @@ followed through the ops' rules, forward and back; each is then a start for the 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..graph import Graph, Node
@@ -39,9 +40,9 @@ class SpecialLayouts:
     graph: Graph
     mesh: DeviceMesh
     alike: Mapping[int, int]
-    dims: dict[int, dict[Dims, None]] = field(default_factory=dict)
-    _known: dict[Hashable, tuple[tuple[int, Dims], ...]] = field(default_factory=dict)
-    _of_op: dict[int, tuple[Layouts, ...]] = field(default_factory=dict)  # by op, until something is added
+    dims: dict[int, tuple[Dims, ...]] = field(default_factory=dict)
+    _followed: dict[Hashable, tuple[tuple[int, Dims], ...]] = field(default_factory=dict)
+    _of_op: dict[Hashable, tuple[Layouts, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: Graph, mesh: DeviceMesh, nodes: Sequence[Node], alike: Mapping[int, int]) -> SpecialLayouts:
@@ -59,23 +60,22 @@ class SpecialLayouts:
         return found
 
     def copy(self) -> SpecialLayouts:
-        """The same, to add to."""
-        return SpecialLayouts(
-            self.graph, self.mesh, self.alike, {i: dict(found) for i, found in self.dims.items()}, {**self._known}
-        )
+        """The same, to add to; what follows from equal layouts of equal ops is worked out once for both."""
+        return dataclasses.replace(self, dims={**self.dims})
 
     def _is_special(self, layout: Layout, n: int) -> bool:
         return is_special(self.mesh, layout, n)
 
     def of_op(self, node: Node) -> tuple[Layouts, ...]:
         """The special layouts of an op's factors that its operands and results ask for, all other factors whole."""
-        found = self._of_op.get(node.id)
+        key = self._key(node)
+        found = self._of_op.get(key)
         if found is None:
             sizes = [factor.size for factor in node.rule.factors]
             only = (tuple([lt if self._is_special(lt, n) else WHOLE for lt, n in zip(asked, sizes, strict=True)])
                     for asked in self._asked(node))  # fmt: skip
             alone = tuple(dict.fromkeys(layouts for layouts in only if any(layouts)))
-            found = self._of_op[node.id] = tuple(dict.fromkeys([*alone, *_together(alone)]))
+            found = self._of_op[key] = tuple(dict.fromkeys([*alone, *_together(alone)]))
         return found
 
     def of_tensor(self, tensor: int) -> tuple[Dims, ...]:
@@ -85,28 +85,29 @@ class SpecialLayouts:
 
     def follow(self, node: Node) -> None:
         """Add what the op's tensors are in the layouts that some of them ask for; equal ops are worked out once."""
-        tensors = (*node.inputs, *node.outputs)
-        asked = tuple([tuple(self._dims_of(i)) for i in tensors])
-        if not any(asked):
+        tensors, key = (*node.inputs, *node.outputs), self._key(node)
+        if not any(key[2]):
             return
-        key = (id(node.call), id(node.rule), asked)
-        if key not in self._known:
-            self._known[key] = tuple([
+        if key not in self._followed:
+            self._followed[key] = tuple([
                 (place, tensor_layouts(node.rule, factors, shape, layouts) or ())
                 for layouts in self._asked(node)
                 for place, (_, factors, shape) in enumerate(_tensors(node))
             ])  # fmt: skip
-        for place, dims in self._known[key]:
+        for place, dims in self._followed[key]:
             self.add(tensors[place], dims)
 
     def add(self, tensor: int, dims: Dims) -> None:
         """Add a tensor's layouts, if it has not too many yet."""
-        known = self.dims.setdefault(self.alike[tensor], {})
+        known = self._dims_of(tensor)
         if any(dims) and len(known) < _MOST and dims not in known:
-            known[dims] = None
-            self._of_op.clear()
+            self.dims[self.alike[tensor]] = (*known, dims)
 
-    def _dims_of(self, tensor: int) -> Iterable[Dims]:
+    def _key(self, node: Node) -> tuple[int, int, tuple[tuple[Dims, ...], ...]]:
+        """What an op's layouts follow from: the op, its rule, and those of its operands and results."""
+        return id(node.call), id(node.rule), tuple([self._dims_of(i) for i in (*node.inputs, *node.outputs)])
+
+    def _dims_of(self, tensor: int) -> tuple[Dims, ...]:
         return self.dims.get(self.alike[tensor], ())
 
     def _asked(self, node: Node) -> Iterator[Layouts]:
