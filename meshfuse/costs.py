@@ -46,6 +46,16 @@ class Link:
         """The time of `steps` messages one after the other that have `wire` bytes together."""
         return steps * self.latency + wire / self.bandwidth
 
+    @classmethod
+    def bytes_only(cls) -> Link:
+        """A link on which bytes alone decide: a message takes next to no time to start (as a tenth of a byte)."""
+        return BYTES_ONLY
+
+    @property
+    def is_bytes_only(self) -> bool:
+        """Whether messages take so little time to start that many small ones are no dearer than a large one."""
+        return self.latency <= BYTES_ONLY.latency
+
     def __repr__(self) -> str:
         return f"Link({plain(self.bandwidth)}, {plain(self.latency)})"
 
@@ -70,14 +80,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-# For axes without a link: fast, and so quick to start (a step counts as a tenth of a byte) that bytes decide.
-DEFAULT_LINK = Link(50e9, 2e-12)
-# A rank's operations per second without other figures: a byte on the default link costs as much as a thousand of them.
-DEFAULT_FLOPS = 50e12
+BYTES_ONLY = Link(50e9, 2e-12)
+# A rank's rates where bytes alone decide: a byte on the link costs as much as a thousand operations, memory nothing.
+BYTES_ONLY_FLOPS, BYTES_ONLY_MEMORY = 50e12, FASTEST
 
 
 # A rank of which nothing is said, as its own program is scheduled: operations and bytes of memory per second, and its
-# link. Of a fast GPU: it decides what a communication can hide behind, where the defaults above let bytes decide.
+# link. Of a fast GPU: it decides what a communication can hide behind where bytes alone decide the plan.
 DEVICE_FLOPS, DEVICE_MEMORY = 300e12, 1.5e12
 DEVICE_LINK = Link(50e9, 4e-6)
 
@@ -162,9 +171,12 @@ def permute(link: Link, nbytes: float) -> float:
     return link.seconds(1, nbytes)
 
 
-def computation(flops: float, rate: float) -> float:
-    """Seconds for one rank's operations (`OpDef.flops` over the ranks that share them) at its peak rate."""
-    return flops / rate
+def computation(flops: float, nbytes: float, rate: float, memory: float) -> float:
+    """Seconds for one rank's operations and bytes of memory, at its peak rates: whichever takes longer.
+
+    The roofline of Williams, Waterman and Patterson (2009). A kernel's start is the same however its work is split.
+    """
+    return max(flops / rate, nbytes / memory)
 
 
 # machines ---------------------------------------------------------------------------------------------------------
@@ -172,17 +184,18 @@ def computation(flops: float, rate: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The links and the peak rate of a kind of machine. Pass one as `links=` of a DeviceMesh.
+    """The links and the peak rates of a kind of machine. Pass one as `links=` of a DeviceMesh.
 
     `inside` is the link between ranks of one host, `between` that between hosts. A host has `host` ranks: 0 to host - 1
-    are on the first one, and so on. `flops` is a rank's dense bfloat16 operations per second. Raises DefinitionError
-    for values that are none of these.
+    are on the first one, and so on. `flops` is a rank's dense bfloat16 operations per second, `memory` the bytes per
+    second that it reads and writes. Raises DefinitionError for values that are none of these.
     """
 
     inside: Link
     between: Link
     host: int
     flops: float
+    memory: float = 3.35e12
 
     def __post_init__(self) -> None:
         line = line_in_script(sys._getframe(2))  # __init__ is text of dataclasses'
@@ -192,6 +205,7 @@ class Machine:
             (not isinstance(self.between, Link), "between", "a Link"),
             (not sized, "host", "how many ranks a host has, 1 or more"),
             (not is_rate(self.flops), "flops", f"operations per second, {RATES}"),
+            (not is_rate(self.memory), "memory", f"bytes per second, {RATES}"),
         ):
             if wrong:
                 raise user_error(f"a machine's {name}", shown(getattr(self, name)), needed,
@@ -204,24 +218,29 @@ class Machine:
 
 
 # Bandwidths are data sheets' figures for one direction; latencies are what a collective's step takes in practice.
-# NVIDIA DGX H100 data sheet: NVLink 900 GB/s both ways per GPU; one ConnectX-7 of 400 Gb/s per GPU; 989 TFLOP/s.
-DGX_H100 = Machine(Link(450e9, 5e-6), Link(50e9, 15e-6), 8, 989e12)
-# NVIDIA DGX H200 data sheet: as the H100, with more memory.
-DGX_H200 = Machine(Link(450e9, 5e-6), Link(50e9, 15e-6), 8, 989e12)
-# NVIDIA DGX A100 data sheet: NVLink 600 GB/s both ways per GPU; one ConnectX-6 of 200 Gb/s per GPU; 312 TFLOP/s.
-DGX_A100 = Machine(Link(300e9, 5e-6), Link(25e9, 20e-6), 8, 312e12)
+# NVIDIA DGX H100 data sheet: NVLink 900 GB/s both ways per GPU; one ConnectX-7 of 400 Gb/s per GPU; 989 TFLOP/s;
+# 3.35 TB/s of memory.
+DGX_H100 = Machine(Link(450e9, 5e-6), Link(50e9, 15e-6), 8, 989e12, 3.35e12)
+# NVIDIA DGX H200 data sheet: as the H100, with more and faster memory.
+DGX_H200 = Machine(Link(450e9, 5e-6), Link(50e9, 15e-6), 8, 989e12, 4.8e12)
+# NVIDIA DGX A100 data sheet: NVLink 600 GB/s both ways per GPU; one ConnectX-6 of 200 Gb/s per GPU; 312 TFLOP/s;
+# 2.0 TB/s of memory.
+DGX_A100 = Machine(Link(300e9, 5e-6), Link(25e9, 20e-6), 8, 312e12, 2.0e12)
 # Google Cloud's page of TPU v5p: 1200 GB/s both ways per chip over the three axes of a torus, so 200 GB/s one way along
-# each; 50 Gb/s per chip to other slices; 459 TFLOP/s. `host` is the largest slice.
-TPU_V5P = Machine(Link(200e9, 1e-6), Link(6.25e9, 50e-6), 6144, 459e12)
-# Google Cloud's page of TPU v5e: 400 GB/s both ways per chip over two axes; 6.4 Tb/s for a pod of 256; 197 TFLOP/s.
-TPU_V5E = Machine(Link(100e9, 1e-6), Link(3.125e9, 50e-6), 256, 197e12)
-# Eight cards on PCI Express 4.0 x16 (31.5 GB/s one way, less what its packets take) and 100 Gb/s Ethernet; the rate is
-# of NVIDIA's L4 data sheet, dense bfloat16.
-PCIE_BOX = Machine(Link(25e9, 10e-6), Link(12.5e9, 30e-6), 8, 121e12)
+# each; 50 Gb/s per chip to other slices; 459 TFLOP/s; 2765 GB/s of memory. `host` is the largest slice.
+TPU_V5P = Machine(Link(200e9, 1e-6), Link(6.25e9, 50e-6), 6144, 459e12, 2.765e12)
+# Google Cloud's page of TPU v5e: 400 GB/s both ways per chip over two axes; 6.4 Tb/s for a pod of 256; 197 TFLOP/s;
+# 819 GB/s of memory.
+TPU_V5E = Machine(Link(100e9, 1e-6), Link(3.125e9, 50e-6), 256, 197e12, 0.819e12)
+# Eight cards on PCI Express 4.0 x16 (31.5 GB/s one way, less what its packets take) and 100 Gb/s Ethernet; the rates
+# are of NVIDIA's L4 data sheet, dense bfloat16 and 300 GB/s.
+PCIE_BOX = Machine(Link(25e9, 10e-6), Link(12.5e9, 30e-6), 8, 121e12, 0.3e12)
 # Processes of one laptop over gloo's loopback, as `meshfuse doctor --links` measures them, and a core or two each.
-LAPTOP = Machine(Link(1e9, 100e-6), Link(0.1e9, 500e-6), 64, 50e9)
+LAPTOP = Machine(Link(1e9, 100e-6), Link(0.1e9, 500e-6), 64, 50e9, 10e9)
+# No machine: what is sent alone decides. (Nothing is said of computation but what keeps it from being repeated.)
+BYTES = Machine(BYTES_ONLY, BYTES_ONLY, 8, BYTES_ONLY_FLOPS, BYTES_ONLY_MEMORY)
 
 MACHINES: Mapping[str, Machine] = {
     "dgx-h100": DGX_H100, "dgx-h200": DGX_H200, "dgx-a100": DGX_A100, "tpu-v5p": TPU_V5P, "tpu-v5e": TPU_V5E,
-    "pcie": PCIE_BOX, "laptop": LAPTOP,
+    "pcie": PCIE_BOX, "laptop": LAPTOP, "bytes": BYTES,
 }  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 from .argument_checks import check_flags
 from .backends.assignment import Chosen, assigned, requested
 from .compiler import CompiledProgram
+from .default_machine import default_machine, described
 from .definition.recording import Recording
 from .errors import RankError, SourceLine, caller_line
 from .executor.argument_guards import ArgumentGuards, Options
@@ -258,6 +259,7 @@ class Execution:
         return [
             f"search={self.programs.effort.value!r} (its own, or MESHFUSE_SEARCH)", f"MESHFUSE_NEAR={near:g}",
             f"max_memory={self.programs.max_memory} (its own, or MESHFUSE_MAX_MEMORY)",
+            f"MESHFUSE_LINKS={described(default_machine())}",
         ]  # fmt: skip
 
     # what was bound

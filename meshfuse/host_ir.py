@@ -42,7 +42,7 @@ from .ops import OPS
 from .ops.opdef import OpDef
 from .ops.rules import FactorKind, Rule
 from .ops.values import ScalarRef
-from .reshard.hoist_reshards import local_cost
+from .placement.roofline import local_cost
 from .reshard.steps import Step, wire_elements
 from .resharding import Compute, Reshard, Value
 from .sharding import layout as lay

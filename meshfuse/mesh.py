@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .costs import DEFAULT_FLOPS, DEFAULT_LINK, Link, Machine, plain, slowest
+from .costs import BYTES, BYTES_ONLY, Link, Machine, plain, slowest
 from .errors import ArgumentError, caller_line, located, shown, user_error
-from .mesh_arguments import read_costs, read_devices
+from .mesh_arguments import read_costs, read_devices, usual_machine
 
 _DEFAULT_NAMES = ("w", "v", "u", "z", "y", "x")
 STREAM = "stream"
@@ -64,14 +64,17 @@ class DeviceMesh:
 
     `links` says how fast each axis is, and so which of several plans is the fastest: one `Link` for all axes, a mapping
     (`{"dp": Link(25e9, 20e-6), "tp": Link(450e9, 5e-6)}`), a `Machine`, or the name of one in `meshfuse.costs.MACHINES`
-    ("dgx-h100"). `flops` is a rank's operations per second. If some tensors of a definition are annotated on the mesh
-    with links and others on the same mesh without, the links hold for all; default links and flops count as none.
+    ("dgx-h100"). `flops` is a rank's operations per second, `memory` the bytes per second that it reads and writes.
+    Without links the mesh is on the machine that MESHFUSE_LINKS names, or that `meshfuse doctor --links` measured here,
+    or on a DGX H100. `links=Link.bytes_only()`, or "bytes", has bytes alone decide. If some tensors of a definition are
+    annotated on the mesh with links and others on the same mesh without, the links hold for all; default links and
+    rates count as none.
 
     Raises DefinitionError for other names, for ranks or names that occur twice, and for links that are none of these.
     """
 
     __slots__ = (
-        "_coordinates", "_hash", "_over", "flops", "linked", "links", "names", "ranks", "shape", "uniform",
+        "_coordinates", "_hash", "_over", "flops", "linked", "links", "memory", "names", "ranks", "shape", "uniform",
     )  # fmt: skip
 
     shape: tuple[int, ...]
@@ -79,12 +82,14 @@ class DeviceMesh:
     ranks: tuple[int, ...]
     links: tuple[Link, ...]
     flops: float
+    memory: float
     linked: bool
     uniform: bool
 
     def __init__(
         self, devices: Any, names: Sequence[str] | None = None, *, ranks: Iterable[int] | None = None,
         links: Link | Machine | str | Mapping[str, Link] | None = None, flops: float | None = None,
+        memory: float | None = None,
     ):  # fmt: skip
         names = (names,) if isinstance(names, str) else names
         line = caller_line()
@@ -97,12 +102,15 @@ class DeviceMesh:
         self.shape, self.names, self.ranks = shape, names, flat
         self._over: dict[tuple[str, ...], Link] = {}
         coordinates = {rank: _unravel(place, shape) for place, rank in enumerate(flat)}
+        axes = dict(zip(names, shape, strict=True))
         with located(line):
-            self.links, self.flops = read_costs(dict(zip(names, shape, strict=True)), coordinates, links, flops)
+            costs = read_costs(axes, coordinates, links, flops, memory)
+            usual = read_costs(axes, coordinates, None, None, None)
+        self.links, self.flops, self.memory = costs
         self.uniform = len(set(self.links)) == 1
         # By what they are and not by whether they were given: equal meshes stand for one another.
-        self.linked = set(self.links) != {DEFAULT_LINK} or self.flops != DEFAULT_FLOPS
-        self._hash = hash((shape, names, flat, self.links, self.flops))
+        self.linked = costs != usual
+        self._hash = hash((shape, names, flat, costs))
         self._coordinates = coordinates
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -115,26 +123,38 @@ class DeviceMesh:
             return True
         if not isinstance(other, DeviceMesh) or self._hash != other._hash:
             return False
-        return self.grid == other.grid and (self.links, self.flops) == (other.links, other.flops)
+        return self.grid == other.grid and self.costs == other.costs
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        links = dict(zip(self.names, self.links, strict=True)) if self.linked else None
-        return (_rebuild_mesh, (*self.grid, links, self.flops if self.linked else None))
+        # In full: another process may have another default.
+        return (_rebuild_mesh, (*self.grid, dict(zip(self.names, self.links, strict=True)), self.flops, self.memory))
 
     def __repr__(self) -> str:
         plain = self.ranks == tuple(range(self.size))
         return f"DeviceMesh({self.shape}, {self.names}{'' if plain else f', ranks={list(self.ranks)}'}{self._costs()})"
 
     def _costs(self) -> str:
-        """The links and flops that are not the defaults, as text of arguments of DeviceMesh."""
-        rate = f", flops={plain(self.flops)}" if self.flops != DEFAULT_FLOPS else ""
-        if all(link == DEFAULT_LINK for link in self.links):
-            return rate
+        """The links and rates that are not the defaults, as text of arguments of DeviceMesh."""
+        if not self.linked:
+            return ""
+        usual = usual_machine(self.links)
+        pairs = (("flops", self.flops, usual.flops), ("memory", self.memory, usual.memory))
         links = ", ".join(f"{name!r}: mf.{link}" for name, link in zip(self.names, self.links, strict=True))
-        return f", links={{{links}}}{rate}"
+        rates = "".join(f", {name}={plain(rate)}" for name, rate, known in pairs if rate != known)
+        return f", links={{{links}}}{rates}"
+
+    @property
+    def is_bytes_only(self) -> bool:
+        """Whether what is sent alone decides plans on it: its links take no time to start, nor is memory counted."""
+        return all(link == BYTES_ONLY for link in self.links) and self.costs[1:] == (BYTES.flops, BYTES.memory)
+
+    @property
+    def costs(self) -> tuple[tuple[Link, ...], float, float]:
+        """Links, operations and bytes of memory per second."""
+        return self.links, self.flops, self.memory
 
     @property
     def grid(self) -> tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]]:
@@ -284,10 +304,11 @@ def _rebuild_mesh(
     shape: tuple[int, ...],
     names: tuple[str, ...],
     ranks: tuple[int, ...],
-    links: Mapping[str, Link] | None = None,
-    flops: float | None = None,
+    links: Mapping[str, Link],
+    flops: float,
+    memory: float,
 ) -> DeviceMesh:
-    return DeviceMesh(shape, names, ranks=ranks, links=links, flops=flops)
+    return DeviceMesh(shape, names, ranks=ranks, links=links, flops=flops, memory=memory)
 
 
 def _unravel(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:

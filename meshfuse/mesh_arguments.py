@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .argument_checks import as_int
-from .costs import DEFAULT_FLOPS, DEFAULT_LINK, MACHINES, RATES, Link, Machine, is_rate
+from .costs import BYTES, MACHINES, RATES, Link, Machine, is_rate
+from .default_machine import default_machine
 from .errors import shown, user_error
 
 # More is a mistake, and an error before anything of such a size is made.
@@ -118,24 +119,38 @@ def _flatten(nested: Any, depth: int = 0) -> tuple[tuple[int, ...], tuple[int, .
     return (len(rows), *inner), tuple(rank for _, flat in rows for rank in flat)
 
 
+class Costs(NamedTuple):
+    """A link per axis, and the operations and the bytes of memory per second of a rank."""
+
+    links: tuple[Link, ...]
+    flops: float
+    memory: float
+
+
 def read_costs(
-    axes: Mapping[str, int], coordinates: Mapping[int, tuple[int, ...]], links: Any, flops: float | None
-) -> tuple[tuple[Link, ...], float]:
-    """(a link per axis, a rank's rate) from any form in which they may be given; `axes` are the axes' sizes.
+    axes: Mapping[str, int], coordinates: Mapping[int, tuple[int, ...]], links: Any, flops: float | None,
+    memory: float | None,
+) -> Costs:  # fmt: skip
+    """The costs of a mesh, from any form in which they may be given; `axes` are the axes' sizes.
 
     Raises DefinitionError for other forms, and for links of axes that the mesh does not have.
     """
     links = MACHINES.get(links, links) if isinstance(links, str) else links
-    rate = flops if flops is not None else links.flops if isinstance(links, Machine) else DEFAULT_FLOPS
-    if not is_rate(rate):
-        raise user_error(
-            "a mesh's flops", shown(flops), f"operations per second, {RATES}", "flops=989e12 is an H100 in bfloat16."
-        )
-    if links is None or isinstance(links, Link):
-        return (links or DEFAULT_LINK,) * len(axes), float(rate)
-    if isinstance(links, Machine):
-        return tuple(links.link(_lines(coordinates, axis)) for axis in range(len(axes))), float(rate)
-    return _links_by_axis(axes, links), float(rate)
+    links = default_machine() if links is None else links
+    found = _links_by_axis(axes, coordinates, links)
+    usual = links if isinstance(links, Machine) else usual_machine(found)
+    flops, memory = usual.flops if flops is None else flops, usual.memory if memory is None else memory
+    for name, given, example in (("flops", flops, "flops=989e12 is an H100 in bfloat16."),
+                                 ("memory", memory, "memory=3.35e12 is an H100.")):  # fmt: skip
+        if not is_rate(given):
+            what = "operations" if name == "flops" else "bytes"
+            raise user_error(f"a mesh's {name}", shown(given), f"{what} per second, {RATES}", example)
+    return Costs(found, float(flops), float(memory))
+
+
+def usual_machine(links: Sequence[Link]) -> Machine:
+    """The machine whose rates a mesh has that is given links alone."""
+    return BYTES if all(link.is_bytes_only for link in links) else default_machine()
 
 
 def _lines(coordinates: Mapping[int, tuple[int, ...]], axis: int) -> Iterable[list[int]]:
@@ -146,7 +161,15 @@ def _lines(coordinates: Mapping[int, tuple[int, ...]], axis: int) -> Iterable[li
     return groups.values()
 
 
-def _links_by_axis(axes: Mapping[str, int], links: Any) -> tuple[Link, ...]:
+def _links_by_axis(axes: Mapping[str, int], coordinates: Mapping[int, tuple[int, ...]], links: Any) -> tuple[Link, ...]:
+    if isinstance(links, Link) or (isinstance(links, Machine) and links.inside == links.between):
+        return (links if isinstance(links, Link) else links.inside,) * len(axes)
+    if isinstance(links, Machine):
+        return tuple(links.link(_lines(coordinates, axis)) for axis in range(len(axes)))
+    return _named_links(axes, links)
+
+
+def _named_links(axes: Mapping[str, int], links: Any) -> tuple[Link, ...]:
     named = isinstance(links, Mapping) and all(isinstance(link, Link) for link in links.values())
     if not named:
         raise user_error(
@@ -154,7 +177,7 @@ def _links_by_axis(axes: Mapping[str, int], links: Any) -> tuple[Link, ...]:
             f"a Link, a Link for each of {tuple(axes)}, a Machine or one of {', '.join(map(repr, MACHINES))}",
             'links={"tp": Link(450e9, 5e-6)} gives bytes per second and seconds.',
         )  # fmt: skip
-    idle = {name: DEFAULT_LINK for name, size in axes.items() if size == 1}
+    idle = {name: default_machine().inside for name, size in axes.items() if size == 1}
     if not set(links) <= set(axes) or not set(axes) <= {*links, *idle}:
         raise user_error(
             "a mesh's links",

@@ -33,6 +33,9 @@ for _signal, _handler in _DEFAULTS.items():
 # Tests are of planning, not of what an earlier run has left on the disk; test_plan_cache.py has folders of its own.
 os.environ["MESHFUSE_CACHE"] = "off"
 
+# Most tests of plans say what is sent at least: bytes decide there. test_default_links.py has the default machine.
+os.environ["MESHFUSE_LINKS"] = "bytes"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="a few cases of each test that is not slow")

@@ -10,7 +10,7 @@ import pytest
 
 import meshfuse as mf
 from defining import graph_of, random_inputs
-from meshfuse.costs import DEFAULT_LINK
+from meshfuse.costs import BYTES_ONLY
 from meshfuse.graph import Graph
 from meshfuse.number_text import duration
 from meshfuse.propagation import propagate
@@ -40,7 +40,7 @@ def test_the_smaller_operand_goes_to_the_larger_one(rows: int, moved: int) -> No
     assert sent(fd) == {4 * moved}
     text = fd.explain(y)
     kept = 32 * (rows + 64) - moved
-    here, there = (duration(4 * n / DEFAULT_LINK.bandwidth) for n in (moved, kept))
+    here, there = (duration(4 * n / BYTES_ONLY.bandwidth) for n in (moved, kept))
     assert f"sending between meshes takes {here} for it; on DeviceMesh" in text and f"it would take {there}" in text
     assert_same_as_unsharded(fd, inputs_for(fd))
 

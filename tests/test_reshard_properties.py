@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import meshfuse as mf
-from meshfuse.costs import DEFAULT_LINK
+from meshfuse.costs import BYTES_ONLY
 from meshfuse.executor import simulate
 from meshfuse.reshard import bounds
 from meshfuse.reshard import search as planner
@@ -284,7 +284,7 @@ def states(draw: st.DrawFn, names: tuple[str, ...], ndim: int) -> State:
     return tuple(dims)
 
 
-LINKS = (DEFAULT_LINK, mf.Link(450e9, 1e-9), mf.Link(1e9, 0.0))
+LINKS = (BYTES_ONLY, mf.Link(450e9, 1e-9), mf.Link(1e9, 0.0))
 SPEEDS = st.sampled_from([1e9, 3e9, 18e9])
 
 

@@ -18,7 +18,7 @@ ORDER = (
     "plans", "rewrites", "resharding", "propagation", "planner", "placement", "reshard",
     "graph", "definition", "scalars", "ops",
     "runtime", "sharding", "kernels",
-    "mesh", "mesh_arguments", "costs", "dtypes", "argument_checks", "disk_cache", "errors",
+    "mesh", "mesh_arguments", "default_machine", "costs", "dtypes", "argument_checks", "disk_cache", "errors",
     "gc_pause", "caches", "fast_dataclass", "file_locks", "number_text", "traversal", "version", "whole_files",
 )  # fmt: skip
 # Imports that point up, by module. One that is mended must be taken out here.

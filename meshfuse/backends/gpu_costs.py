@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..lowering.segments import Segment, SegmentedDefinition
-from ..reshard.hoist_reshards import local_cost
+from ..placement.roofline import local_cost
 from ..resharding import Compute
 
 # A GPU's operations and bytes per second, and the host's seconds for a product in torch and what is around it.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..costs import DEVICE_FLOPS, DEVICE_LINK, DEVICE_MEMORY, Link, slowest
+from ..costs import BYTES_ONLY_MEMORY, DEVICE_FLOPS, DEVICE_LINK, DEVICE_MEMORY, Link, slowest
 from ..dtypes import DataType
 from ..mesh import DeviceMesh
 from .instructions import CommunicationCall, Kernel, SendRecv
@@ -29,13 +29,16 @@ class CostModel:
 
     @classmethod
     def of(cls, meshes: Iterable[DeviceMesh]) -> CostModel:
-        """The model that the links and rates of these meshes give; defaults where they give none."""
-        linked = [mesh for mesh in meshes if mesh.linked]
+        """The model that the links and rates of these meshes give; defaults where bytes alone decide."""
+        timed = [mesh for mesh in meshes if not mesh.is_bytes_only]
         speeds: dict[str, Link] = {}
-        for mesh in linked:
+        for mesh in timed:
             for name, link in zip(mesh.names, mesh.links, strict=True):
                 speeds[name] = slowest((speeds.get(name, link), link))
-        return cls(flops=min(mesh.flops for mesh in linked), axes=speeds) if linked else cls()
+        if not timed:
+            return cls()
+        memory = min(DEVICE_MEMORY if mesh.memory == BYTES_ONLY_MEMORY else mesh.memory for mesh in timed)
+        return cls(min(mesh.flops for mesh in timed), memory, axes=speeds)
 
     def kernel(self, kernel: Kernel) -> float:
         """Seconds of one launch of a kernel."""

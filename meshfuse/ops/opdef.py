@@ -361,3 +361,13 @@ class OpDef:
 
     def __repr__(self) -> str:
         return f"OpDef({self.name})"
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether compilers compute it in one kernel with its neighbours: it does about one operation per element."""
+        return self.flops is _elementwise_flops
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether it reads as many elements as its results have, however large its operands are."""
+        return self.flops is flops_of_lookup

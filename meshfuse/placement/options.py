@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -119,13 +118,3 @@ def cheapest(available: Sequence[Sharding], needed: Sharding, shape: tuple[int, 
         return 0.0
     plans = [plan(have, needed, shape, itemsize) for have in available]
     return min((p.seconds for p in plans if p is not None), default=math.inf)
-
-
-def work(call: Call, placement: Placement) -> float:
-    """Operations of one rank; every op counts as one at least."""
-    return _operations(call) / placement.ways
-
-
-@functools.lru_cache(maxsize=1 << 13)
-def _operations(call: Call) -> float:
-    return max(call.op.flops(call), 1.0)

@@ -6,7 +6,6 @@ import os
 from enum import Enum
 from typing import Any
 
-from ..costs import DEFAULT_LINK
 from ..errors import SourceLine, shown, user_error
 from ..graph import Graph
 
@@ -36,7 +35,7 @@ class Effort(Enum):
         if self is not Effort.AUTO:
             return self is Effort.THOROUGH
         meshes = dict.fromkeys(sharding.mesh for sharding in graph.annotations.values())
-        return all(link.latency <= DEFAULT_LINK.latency for mesh in meshes for link in mesh.links)
+        return all(link.is_bytes_only for mesh in meshes for link in mesh.links)
 
 
 def effort_of(given: Any, line: SourceLine | None) -> Effort:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ..graph import Graph
 from ..mesh import DeviceMesh
+from ..placement.roofline import stored_tensors
 from ..sharding.value import Sharding
 from .equal_layers import deciders
 from .prices import Shardings
@@ -33,6 +34,7 @@ class Frame:
     alike: by tensor the first one of which all the same is asked. tensors: by such a tensor, for how many it stands.
     numbers: of tensors, to tell equal ones apart.
     kept: by stationary tensor the axes along which it stays.
+    stored: the tensors that are in memory between kernels.
     """
 
     graph: Graph
@@ -51,6 +53,7 @@ class Frame:
     kept: Mapping[int, frozenset[str]]
     special: Mapping[DeviceMesh, SpecialLayouts]
     outputs: frozenset[int]
+    stored: frozenset[int]
 
     @classmethod
     def of(cls, graph: Graph, meshes: tuple[DeviceMesh, ...]) -> Frame:
@@ -60,7 +63,7 @@ class Frame:
         makers = {i: (node.id, place) for node in graph.nodes for place, i in enumerate(node.outputs)}
         alone = cls(
             graph, meshes, False, inputs, given, makers, _readers(graph), (), Counter(), {}, Counter(), numbers(graph),
-            graph.streamed(), stationary_axes(graph), {}, frozenset(graph.outputs),
+            graph.streamed(), stationary_axes(graph), {}, frozenset(graph.outputs), stored_tensors(graph),
         )  # fmt: skip
         return alone._decided(ends=False)
 

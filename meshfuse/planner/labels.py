@@ -7,12 +7,12 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ..costs import computation
 from ..mesh import DeviceMesh
 from ..ops.opdef import Call, Partial
 from ..ops.rules import FactorKind, Rule
 from ..placement.factors import NO_CARRY, Carry, Layouts, Placement, passes, placed, representable
-from ..placement.options import EARLIER, window_seconds, work
+from ..placement.options import EARLIER, window_seconds
+from ..placement.roofline import Stored, computing_seconds
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
 from ..sharding.value import canonical_partial, fit_together
@@ -209,12 +209,12 @@ def others(placement: Placement, axis: str) -> tuple[object, ...]:
     ])  # fmt: skip
 
 
-def own_seconds(call: Call, placement: Placement) -> float:
+def own_seconds(call: Call, placement: Placement, stored: Stored) -> float:
     """Seconds of one rank's computation, with what terms that may overflow are worth (`EARLIER`).
 
-    Of a window, whose step does the op's work, the step's.
+    Of a window, whose step does the op's work, the step's. stored: `roofline.stored_by`.
     """
     if placement.step is not None:
         return window_seconds(call, placement)
     risk = EARLIER if placement.carry.axes and call.op.partial.scales else 0.0
-    return computation(work(call, placement), placement.results[0].mesh.flops) + risk
+    return computing_seconds(call, placement, stored) + risk

@@ -107,8 +107,8 @@ def _made(row: list[Any], values: list[Any]) -> Any:
     if issubclass(kind, enum.Enum):
         return kind[read[0]]
     if kind is DeviceMesh:
-        shape, names, ranks, links, flops = read
-        return DeviceMesh(shape, names, ranks=ranks, links=links, flops=flops)
+        shape, names, ranks, links, flops, memory = read
+        return DeviceMesh(shape, names, ranks=ranks, links=links, flops=flops, memory=memory)
     return kind(*read)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..costs import computation
+from ..placement.roofline import computing_seconds, stored_by, stored_tensors
 from ..propagation import ShardedDefinition
 from ..resharding import Reshard, insert_resharding
 
@@ -26,5 +26,6 @@ def plan_cost(sharded: ShardedDefinition) -> PlanCost:
     resharded = insert_resharding(sharded)
     prices = [resharded.price(statement) for statement in resharded.statements if isinstance(statement, Reshard)]
     placed = zip(sharded.graph.nodes, (choice.placement for choice in sharded.choices), strict=True)
-    work = [computation(n.call.op.flops(n.call) / p.ways, p.results[0].mesh.flops) for n, p in placed if not p.step]
+    stored = stored_tensors(sharded.graph)
+    work = [computing_seconds(node.call, p, stored_by(node, stored)) for node, p in placed if not p.step]
     return PlanCost(sum([p.seconds for p in prices]), sum(work), sum([p.wire for p in prices]))

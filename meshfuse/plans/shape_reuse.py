@@ -19,7 +19,6 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
-from ..costs import computation
 from ..errors import SourceLine, user_error
 from ..graph import Graph, Node, rewritten
 from ..mesh import DeviceMesh
@@ -27,7 +26,8 @@ from ..ops.opdef import Call
 from ..ops.rules import Rule
 from ..ops.values import ParamKind, TensorType
 from ..placement.factors import NO_CARRY, Placement, carries, placed
-from ..placement.options import Choice, cheapest, work
+from ..placement.options import Choice, cheapest
+from ..placement.roofline import Stored, computing_seconds, stored_by, stored_tensors
 from ..propagation import ShardedDefinition
 from ..reshard.windows import window_of, window_step
 from ..sharding.layout import WHOLE, extent
@@ -204,12 +204,14 @@ def _as_even(sharding: Sharding, new: tuple[int, ...], old: tuple[int, ...]) -> 
 def _choices(graph: Graph, plan: ShardedDefinition) -> Iterator[Choice]:
     """The choices for the new sizes, with their times; they end at the first that the new sizes do not allow."""
     known: dict[Any, Choice | None] = {}
+    in_memory = stored_tensors(graph)
     for node, was, choice in zip(graph.nodes, plan.graph.nodes, plan.choices, strict=True):
         shardings = tuple([plan.shardings[i] for i in node.inputs])
         ends = tuple([plan.shardings[i] for i in node.outputs])
-        key = (node.call, was.rule, choice.placement, choice.source, shardings, ends)
+        stored = stored_by(node, in_memory)
+        key = (node.call, was.rule, choice.placement, choice.source, shardings, ends, stored)
         if key not in known:
-            known[key] = _choice(node, was.rule, choice, shardings, ends)
+            known[key] = _choice(node, was.rule, choice, shardings, ends, stored)
         found = known[key]
         if found is None:
             return
@@ -217,14 +219,14 @@ def _choices(graph: Graph, plan: ShardedDefinition) -> Iterator[Choice]:
 
 
 def _choice(
-    node: Node, rule: Rule, choice: Choice, shardings: tuple[Sharding, ...], ends: tuple[Sharding, ...]
+    node: Node, rule: Rule, choice: Choice, shardings: tuple[Sharding, ...], ends: tuple[Sharding, ...], stored: Stored
 ) -> Choice | None:
     if not _same_factors(node.rule, rule):
         return None
     placement = placed_again(node, choice.placement)
     if placement is None:
         return None
-    return Choice(placement, choice.source, _seconds(node.call, placement, shardings, ends))
+    return Choice(placement, choice.source, _seconds(node.call, placement, shardings, ends, stored))
 
 
 def _same_factors(new: Rule, old: Rule) -> bool:
@@ -250,9 +252,11 @@ def _mesh(placement: Placement) -> DeviceMesh:
     return (*placement.operands, *placement.results)[0].mesh
 
 
-def _seconds(call: Call, placement: Placement, shardings: tuple[Sharding, ...], ends: tuple[Sharding, ...]) -> float:
+def _seconds(
+    call: Call, placement: Placement, shardings: tuple[Sharding, ...], ends: tuple[Sharding, ...], stored: Stored
+) -> float:
     """Seconds of an op and its reshards, if its operands lie as planned, and its results are brought there."""
     brought = zip(shardings, placement.operands, call.types, strict=True)
     done = zip(placement.results, ends, call.results, strict=True)
     wire = [cheapest((have,), need, t.shape, t.dtype.itemsize) for have, need, t in (*brought, *done)]
-    return sum(wire) + computation(work(call, placement), _mesh(placement).flops)
+    return sum(wire) + computing_seconds(call, placement, stored)

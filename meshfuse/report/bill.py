@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ..compiler import CompiledProgram
+from ..default_machine import default_machine, name_of
 from ..number_text import duration, micro, number
 from ..resharding import Reshard
 from .alternatives import Alternative, Alternatives, Total, wire_bytes
@@ -60,6 +61,7 @@ class Bill:
     """All collectives of a program, in order, and how good its plan is. `print` shows a table of them.
 
     step_seconds: the modelled time of a step: of one rank's computation and of all moves.
+    machine: that on whose links time is modelled where meshes have none of their own; "" where they have.
     gap: the part of it by which a better plan may take less; 0 where the plan is proven the best, None where that is
         not known, as of a plan that was made for other sizes.
     """
@@ -67,6 +69,7 @@ class Bill:
     entries: tuple[BillEntry, ...]
     step_seconds: float = 0.0
     gap: float | None = None
+    machine: str = ""
 
     @property
     def total(self) -> float:
@@ -81,7 +84,7 @@ class Bill:
     def to_dict(self) -> dict[str, object]:
         """The bill as types that JSON has."""
         entries = [asdict(entry) for entry in self.entries]
-        plan = {"seconds": self.step_seconds, "gap": self.gap, "proven": self.gap == 0}
+        plan = {"seconds": self.step_seconds, "gap": self.gap, "proven": self.gap == 0, "machine": self.machine}
         return {"total": self.total, "seconds": self.seconds, "plan": plan, "entries": entries}
 
     def __str__(self) -> str:
@@ -101,7 +104,8 @@ class Bill:
         if self.gap is None:
             return ""
         how = "proven the least" if self.gap == 0 else f"at most {self.gap * 100:.2g} % above the least"
-        return f"\na step takes {duration(self.step_seconds)} modelled, {how} of all placements"
+        where = f" on {self.machine} (no links are given)" if self.machine not in ("", "bytes") else ""
+        return f"\na step takes {duration(self.step_seconds)} modelled{where}, {how} of all placements"
 
     def details(self) -> str:
         """For every collective its shardings, the annotations behind them, and its runner-up, as text."""
@@ -139,7 +143,12 @@ def bill_of(compiled: CompiledProgram, alternatives: bool = False) -> Bill:
     """
     causes, others = Causes(compiled), Alternatives(compiled) if alternatives else None
     entries = tuple([_entry(compiled, causes, others, reshard) for reshard in compiled.resharded.collectives])
-    return Bill(entries, compiled.planned.seconds, compiled.planned.gap)
+    return Bill(entries, compiled.planned.seconds, compiled.planned.gap, _machine(compiled))
+
+
+def _machine(compiled: CompiledProgram) -> str:
+    meshes = {sharding.mesh for sharding in compiled.sharded.shardings.values()}
+    return "" if any(mesh.linked for mesh in meshes) else name_of(default_machine())
 
 
 def _entry(compiled: CompiledProgram, causes: Causes, others: Alternatives | None, reshard: Reshard) -> BillEntry:

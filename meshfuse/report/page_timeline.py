@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .. import costs
 from ..compiler import CompiledProgram
+from ..graph import Graph
+from ..placement.roofline import computing_seconds, stored_by, stored_tensors
 from ..reshard.steps import StepKind
 from ..resharding import Compute, Reshard
 
@@ -37,10 +38,11 @@ def lanes(compiled: CompiledProgram) -> list[Lane]:
     """
     clock = dict.fromkeys(compiled.ranks, 0.0)
     bars: dict[int, list[Bar]] = {rank: [] for rank in compiled.ranks}
-    place = 0
+    place, stored = 0, stored_tensors(compiled.graph)
     for statement in compiled.resharded.statements:
         if isinstance(statement, Compute):
-            ranks, seconds = statement.placement.results[0].mesh.ranks, _compute_seconds(compiled, statement)
+            ranks = statement.placement.results[0].mesh.ranks
+            seconds = _compute_seconds(compiled.graph, statement, stored)
             alike = {start: Bar(start, seconds, statement.node) for start in {clock[rank] for rank in ranks}}
             for rank in ranks:
                 bars[rank].append(alike[clock[rank]])
@@ -51,10 +53,9 @@ def lanes(compiled: CompiledProgram) -> list[Lane]:
     return _merged(bars)
 
 
-def _compute_seconds(compiled: CompiledProgram, statement: Compute) -> float:
-    call = compiled.graph.nodes[statement.node].call
-    mesh = statement.placement.results[0].mesh
-    return costs.computation(call.op.flops(call) / statement.placement.ways, mesh.flops)
+def _compute_seconds(graph: Graph, statement: Compute, stored: frozenset[int]) -> float:
+    node = graph.nodes[statement.node]
+    return computing_seconds(node.call, statement.placement, stored_by(node, stored))
 
 
 def _communicate(

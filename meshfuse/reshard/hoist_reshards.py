@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from ..costs import DEVICE_FLOPS, DEVICE_LINK, DEVICE_MEMORY
 from ..graph import Graph
-from ..ops.opdef import Call
-from ..placement.factors import Placement
+from ..placement.roofline import local_cost
 from ..resharding import Compute, Reshard, ReshardedDefinition, Statement
 from .steps import Step, StepKind
 
@@ -24,13 +22,6 @@ from .steps import Step, StepKind
 WORTH_A_LAUNCH = 20e-6
 # An input is gathered as much work ahead of its reader as the reshard takes, times this.
 _AHEAD = 2.0
-
-
-def local_cost(call: Call, placement: Placement) -> tuple[float, float]:
-    """Of an op on one rank: (operations, bytes that it reads and writes at least)."""
-    pairs = [*zip(placement.operands, call.types, strict=True), *zip(placement.results, call.results, strict=True)]
-    nbytes = sum(t.nbytes / math.prod(s.size or 1 for s in sharding.splits) for sharding, t in pairs)
-    return call.op.flops(call) / placement.ways, nbytes
 
 
 class Seconds:

@@ -1,5 +1,7 @@
 """`meshfuse doctor --links`: how fast the axes of a mesh are on real ranks, as a text to pass as `links=`.
 
+Of ranks that are all on this host the figures are kept on disk, too: meshes without links then have them.
+
 All groups of an axis gather at the same time, tensors of several sizes. The time of an all-gather of b bytes by n ranks
 is taken to be latency * ceil(log2 n) + (n - 1) / n * b / bandwidth, as in `costs.all_gather`; a least squares fit of
 relative errors gives both figures. On CPUs the probe also measures up to which size a gather and a local sum beat the
@@ -13,11 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..costs import Link
+from .. import default_machine
+from ..costs import Link, Machine, plain, slowest
 from ..errors import ArgumentError, DefinitionError, shown, user_error
 from ..mesh import DeviceMesh, mesh_of_text
 from ..number_text import figures, micro
@@ -139,6 +143,22 @@ class Probe:
             largest = nbytes
         return largest
 
+    def rates(self) -> tuple[float, float]:
+        """The operations per second of a product, and the bytes per second of a copy, while all ranks do the same."""
+        size, dtype = (8192, torch.bfloat16) if self.device.type == "cuda" else (768, torch.float32)
+        a, b = (torch.zeros(size, size, dtype=dtype, device=self.device) for _ in range(2))
+        held = torch.zeros(1 << 24, device=self.device)
+        copied = torch.empty_like(held)
+        product, copy = self._seconds(lambda: torch.mm(a, b)), self._seconds(lambda: copied.copy_(held))
+        return _rounded(2 * size**3 / product), _rounded(2 * held.nbytes / copy)
+
+    def machine(self, measured: Sequence[Measured]) -> Machine | None:
+        """This host as it was measured, at the slowest of its axes; None where ranks are on several."""
+        if self.world.local_size < self.world.size or not measured:
+            return None
+        link, (flops, memory) = slowest([m.link for m in measured]), self.rates()
+        return Machine(link, link, self.world.size, flops, memory)
+
     def _ring(self, tensor: torch.Tensor) -> Any:
         """gloo's own all-reduce, whatever the size: `Group.all_reduce` takes it for large tensors only."""
         gloo: Any = self.everyone._transport(tensor)
@@ -159,8 +179,11 @@ def _gather_and_sum(group: Group, stack: torch.Tensor, tensor: torch.Tensor) -> 
 # what is printed ------------------------------------------------------------------------------------------------
 
 
-def report(measured: Sequence[Measured], device: str, crossover: tuple[int, int] | None) -> str:
-    """A table of the axes, the `links=` to use, and the crossover of all-reduces.
+def report(
+    measured: Sequence[Measured], device: str, machine: Machine | None, kept: Path | None,
+    crossover: tuple[int, int] | None,
+) -> str:  # fmt: skip
+    """A table of the axes, the `links=` to use, a rank's rates, and the crossover of all-reduces.
 
     That is (measured, meshfuse's own) in bytes.
     """
@@ -169,7 +192,10 @@ def report(measured: Sequence[Measured], device: str, crossover: tuple[int, int]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
     links = ", ".join(f"{m.axis!r}: mf.{m.link}" for m in measured)
-    lines += [f"measured on {device}", "", f"links={{{links}}}"]
+    rates = f", flops={plain(machine.flops)}, memory={plain(machine.memory)}" if machine is not None else ""
+    lines += [f"measured on {device}", "", f"links={{{links}}}{rates}"]
+    if kept is not None:
+        lines.append(f"kept in {kept}: meshes without links have these from now on; remove the file to undo that")
     if crossover is not None:
         size = f"up to {crossover[0] >> 10} KiB" if crossover[0] else "at no size"
         lines.append(
@@ -218,9 +244,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     probe = Probe(world, mesh, args.limit)
     measured, largest = probe.axes(), probe.crossover()
+    machine = probe.machine(measured)
     crossover = None if largest is None else (largest, probe.switches_at)
     if world.rank == 0:
-        print(report(measured, probe.device.type, crossover))
+        kept = None if machine is None else default_machine.keep(machine)
+        print(report(measured, probe.device.type, machine, kept, crossover))
     return 0
 
 

@@ -13,7 +13,7 @@ from programs import Fd, outputs
 import meshfuse as mf
 from defining import taken_over
 from interpreter import has_reference, interpret
-from meshfuse.costs import DEFAULT_FLOPS, DEFAULT_LINK
+from meshfuse.costs import BYTES_ONLY, BYTES_ONLY_FLOPS
 from meshfuse.plans.plan_cost import plan_cost
 from meshfuse.testing import assert_same_as_unsharded
 
@@ -51,7 +51,7 @@ class Known:
         if self.gflop is None:
             assert found <= max(min(self.xla, self.hand) + 0.015, self.hand * 1.002)
         else:
-            by_hand = self.hand * 1e6 / DEFAULT_LINK.bandwidth + self.gflop * 1e9 / DEFAULT_FLOPS
+            by_hand = self.hand * 1e6 / BYTES_ONLY.bandwidth + self.gflop * 1e9 / BYTES_ONLY_FLOPS
             assert found <= self.xla and plan_cost(fd.compile().planned).seconds <= by_hand
         small = self.defined(RUN)
         taken_over(small, fd)

@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 # Before meshfuse and torch are loaded. Plans are made, not read from the disk.
-os.environ.update(MESHFUSE_CACHE="off", OMP_NUM_THREADS="1")
+os.environ.update(MESHFUSE_CACHE="off", MESHFUSE_LINKS="bytes", OMP_NUM_THREADS="1")
 _TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(_TESTS), str(_TESTS.parent / "benchmarks" / "bills")]
 

@@ -58,7 +58,8 @@ def base_environment(**changes: str) -> dict[str, str]:
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     path = os.pathsep.join(filter(None, [str(SOURCE), kept.get("PYTHONPATH", "")]))
-    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MESHFUSE_CACHE": _cache().name} | changes
+    ours = {"MESHFUSE_CACHE": _cache().name, "MESHFUSE_LINKS": "bytes"}
+    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | ours | changes
 
 
 @functools.cache

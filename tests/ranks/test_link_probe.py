@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -51,12 +53,14 @@ def test_the_report_can_be_pasted() -> None:
         link_probe.Measured("dp", 2, mf.Link(1.25e9, 8.5e-5), 0.04),
         link_probe.Measured("tp", 4, mf.Link(3e9, 0.0), 0.2),
     ]
-    lines = link_probe.report(measured, "cpu", (131072, 65536)).splitlines()
+    machine = mf.Machine(mf.Link(1.25e9, 8.5e-5), mf.Link(1.25e9, 8.5e-5), 8, 7.1e10, 1e10)
+    lines = link_probe.report(measured, "cpu", machine, Path("/cache/links.json"), (131072, 65536)).splitlines()
     assert lines[0].split() == ["axis", "ranks", "latency", "bandwidth", "fits", "within"]
     assert lines[1].split() == ["dp", "2", "85", "us", "1.25", "GB/s", "4%"]
     text = next(line for line in lines if line.startswith("links="))
     mesh = eval(f"mf.DeviceMesh((2, 4), ('dp', 'tp'), {text})", {"mf": mf})
-    assert mesh.links == tuple(m.link for m in measured)
+    assert mesh.links == tuple(m.link for m in measured) and (mesh.flops, mesh.memory) == (7.1e10, 1e10)
+    assert lines[-3].startswith("kept in /cache/links.json: meshes without links have these from now on")
     assert lines[-1] == "a gather and a sum beats gloo's all-reduce up to 128 KiB; meshfuse uses it up to 64 KiB"
 
 
@@ -69,12 +73,16 @@ def test_a_mesh_that_the_ranks_do_not_fill(text: str, ranks: int) -> None:
 
 
 @pytest.mark.ranks
-def test_links_measured_on_real_ranks() -> None:
+def test_links_measured_on_real_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "meshfuse", "doctor", "--links", "--ranks", "4", "--mesh", "dp=2,tp=2"]
     done = subprocess.run(
-        [*command, "--limit", "1"], env=base_environment(), capture_output=True, text=True, timeout=120, check=False
-    )
+        [*command, "--limit", "1"], env=base_environment(MESHFUSE_CACHE=str(tmp_path)), capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert f"kept in {tmp_path / 'links.json'}: meshes without links" in done.stdout
+    kept = json.loads((tmp_path / "links.json").read_text())
+    assert kept["host"] == 4 and 1e8 < kept["flops"] < 1e14 and 1e8 < kept["memory"] < 1e13
     text = next(line for line in done.stdout.splitlines() if line.startswith("links="))
     mesh = eval(f"mf.DeviceMesh((2, 2), ('dp', 'tp'), {text})", {"mf": mf})
     assert all(0 < link.bandwidth < 1e12 and link.latency < 10 for link in mesh.links)

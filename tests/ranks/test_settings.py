@@ -48,6 +48,7 @@ SETTINGS: list[tuple[dict[str, str], dict[str, Any], str, str]] = [
     ({}, {"search": "fast"}, "search='auto' (", "search='fast' (its own, or MESHFUSE_SEARCH)"),
     ({"MESHFUSE_MAX_MEMORY": "1e9"}, {}, "max_memory=None (", "max_memory=1000000000.0 (its own, or MESHFUSE_MAX_M"),
     ({}, {"max_memory": 5e8}, "max_memory=None (", "max_memory=500000000.0 (its own, or MESHFUSE_MAX_MEMORY)"),
+    ({"MESHFUSE_LINKS": "laptop"}, {}, "MESHFUSE_LINKS=bytes", "MESHFUSE_LINKS=laptop"),
     ({"MESHFUSE_BACKEND": "eager"}, {}, "backend auto", "backend eager"),
 ]
 
