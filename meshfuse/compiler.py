@@ -117,7 +117,7 @@ def compile_definition(
     A plan that took long is kept on disk (`plans.plan_cache`).
     """
     with no_collection():
-        graph = _graph(recording, shapes, scalars)
+        graph = graph_of(recording, shapes, scalars)
         with World.planning(graph.in_words()):
             found = _compiled(graph, default_mesh, max_memory, near_factor, effort, borders)
             placed = _with_ends(graph, found, borders) if borders is not None else graph
@@ -154,13 +154,13 @@ def decided_without(
 ) -> ShardedDefinition | None:  # fmt: skip
     """The plan if the inputs in `free` were not annotated; None where no other annotation is left."""
     with no_collection():
-        graph = _graph(recording, shapes, {})
+        graph = graph_of(recording, shapes, {})
         left = {i: sharding for i, sharding in graph.annotations.items() if i not in free}
         with World.planning(graph.in_words()):
             return decided(dataclasses.replace(graph, annotations=left), default_mesh, effort) if left else None
 
 
-def _graph(recording: Recording, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any]) -> Graph:
+def graph_of(recording: Recording, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any]) -> Graph:
     """The stages before propagation."""
     return unify_links(split_biases(specialize(recording, shapes, scalars)))
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from .argument_checks import as_int, check_flags
+from .automatic_plan import AutoPlan
 from .compiler import CompiledProgram
 from .definition import annotating, applying, inputs
 from .definition.attributes import calling_ours, check_attribute
-from .definition.checks import named
+from .definition.checks import checked_mesh, named
 from .definition.namespaces import Fusion, OpNamespace
 from .definition.recording import OpNode, Recording
 from .definition.reverse import append_gradients
@@ -242,6 +243,34 @@ class FusionDefinition:
         line = self.recording.line_of_change()
         for tensor in tensors:
             annotating.keep_stationary(self.recording, own(self, tensor, "stationary", line).id, along, line)
+
+    def auto(
+        self, mesh: Any, *shapes: Sequence[int], max_memory: float | None = None,
+        updates: Mapping[TensorView, TensorView] | None = None,
+    ) -> AutoPlan:  # fmt: skip
+        """Annotate every input that has no annotation, so that a step takes the least time on a mesh.
+
+        Data, tensor, sequence and fully sharded parallelism, and what is between them, come out of one optimisation:
+        each input may be split by any axes that divide its dims, and a gradient lies as the input whose gradient it is.
+        Annotations that are there already bind. `print` of the result shows the calls to paste. Call it when all ops
+        and outputs are written.
+
+        shapes: the global shape of each input tensor; without them those of the definition. The inputs' places are
+            chosen for these sizes, and stay for others.
+        max_memory: bytes that a rank may hold, and the definition's bound from now on (None: the bound that it has).
+            The fastest plan that is found to hold no more.
+        updates: by input the output that is its next value, and lies as it does.
+
+        Raises DefinitionError for a definition without outputs, for annotations on another mesh, and where no plan
+        holds as little as `max_memory`.
+        """
+        line = self.recording.line_of_change()
+        given = [own_all(self, pair, "auto: updates", line) for pair in dict(updates or {}).items()]
+        pairs = {new.id: old.id for old, new in given}
+        found, plan = self._programs.automatic(checked_mesh(mesh, line), shapes, max_memory, pairs, line)
+        for tensor, sharding in found.items():
+            annotating.shard(self.recording, tensor, sharding, None, line)
+        return plan
 
     def shard(self, tensor: TensorView, sharding: Any, mesh: Any = None) -> None:
         """Annotate with a `Sharding`, or with DTensor placements and their (torch or meshfuse) device mesh.

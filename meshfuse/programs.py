@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .automatic_plan import AutoPlan, automatic_plan
 from .compiler import CompiledProgram, compile_definition
 from .definition.recording import Recording
 from .errors import DefinitionError, SourceLine, caller_line, located, user_error
@@ -19,6 +20,7 @@ from .report.memory import watch_memory
 from .report.plan_warning import MAX_MEMORY, MAX_WIRE, bound, watch
 from .reshard.borders import Borders
 from .sharding.layout import Layout
+from .sharding.value import Sharding
 
 Shapes = Mapping[int, tuple[int, ...]]  # Global shapes by input tensor.
 
@@ -93,6 +95,25 @@ class Programs:
         self.fd._complete()
         given = Inputs({}, scalar_values(self.fd.recording, scalars, line), torch.device("cpu"))
         return self.program(given, self._shapes(shapes, line), DeviceMesh([0]), line)
+
+    def automatic(
+        self, mesh: DeviceMesh, shapes: Sequence[Any], max_memory: float | None, updates: Mapping[int, int],
+        line: SourceLine,
+    ) -> tuple[Mapping[int, Sharding], AutoPlan]:  # fmt: skip
+        """Where the inputs without an annotation lie best on a mesh, and the plan then (`automatic_plan`)."""
+        recording, limit = self.fd.recording, self.max_memory
+        limit = limit if max_memory is None else bound(MAX_MEMORY, max_memory, line)
+        others = {a.mesh: i for i, a in recording.annotations.items() if a.mesh not in (None, mesh)}
+        if others or not recording.outputs:
+            found = "a definition without outputs"
+            for other, i in others.items():
+                found = f"{recording.tensors[i].label} on {other}"
+            raise user_error("fd.auto", found, f"outputs, and annotations on {mesh} alone",
+                             "Call it when all is written, with the mesh of the annotations.", line)  # fmt: skip
+        with located(line):
+            found = automatic_plan(recording, self._shapes(shapes, line), mesh, updates, limit, self.effort, line)
+        self.max_memory = limit
+        return found
 
     def _shapes(self, shapes: Sequence[Any], line: SourceLine) -> dict[int, tuple[int, ...]]:
         self.fd._complete()

@@ -76,20 +76,23 @@ class Answer:
     def there(self, tensor: int) -> tuple[Sharding, ...]:
         """Where a tensor is: where it is made, and its copy."""
         frame, shared = self.program.frame, self.program.shared.get(self.program.frame.alike[tensor])
-        if isinstance(shared, Shared):
+        if isinstance(shared, Shared) or (shared is not None and tensor in frame.opened.places):
             return shared.label(self.assignment.labels[shared.variable])
         if shared is not None:
-            made = frame.given[tensor][0] if tensor in frame.given else self._made(tensor)
-            return tuple(dict.fromkeys((made, shared.places[self.assignment.labels[shared.variable]])))
-        return frame.given[tensor] if tensor in frame.given else (self._made(tensor),)
+            made = frame.given[tensor][0] if tensor in frame.given else self.made(tensor)
+            return tuple(dict.fromkeys((made, *shared.label(self.assignment.labels[shared.variable]))))
+        return frame.given[tensor] if tensor in frame.given else (self.made(tensor),)
 
-    def _made(self, tensor: int) -> Sharding:
+    def made(self, tensor: int) -> Sharding:
+        """Where a tensor's op makes it."""
         op, place = self.program.frame.makers[tensor]
         return self.placement(op).results[place]
 
     def _end_of(self, tensor: int) -> Sharding | None:
         """Where a tensor must be in the end: at its annotation, or where an output is left."""
         frame = self.program.frame
+        if tensor in frame.opened.follow:
+            return self.there(frame.opened.follow[tensor])[0]
         return frame.graph.annotations.get(tensor) or (self._left(tensor) if tensor in frame.outputs else None)
 
     def _left(self, tensor: int) -> Sharding:
@@ -130,7 +133,7 @@ class Answer:
 
     def _after(self, tensor: int) -> float:
         """Seconds of bringing a result to its annotation, or to its copy, or else to where it is left."""
-        made, end = self._made(tensor), self._end_of(tensor)
+        made, end = self.made(tensor), self._end_of(tensor)
         copy = () if tensor in self.program.frame.given else self.there(tensor)[1:]
         targets = copy or ((end,) if end is not None else ())
         return sum([self.program.prices.seconds(made, target, self.program.ttype(tensor)) for target in targets])
@@ -183,6 +186,6 @@ class Answer:
                  for op, places in frame.readers.get(tensor, {}).items() for place in places]  # fmt: skip
         pairs = [] if is_free else [(have, need, ttype) for have in there for need in (*needs, *there[1:])]
         if tensor in frame.makers:
-            made, end = self._made(tensor), self._end_of(tensor)
+            made, end = self.made(tensor), self._end_of(tensor)
             pairs += [(made, end, ttype)] if end is not None else []
         return pairs

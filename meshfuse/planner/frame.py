@@ -12,6 +12,7 @@ from ..mesh import DeviceMesh
 from ..placement.roofline import stored_tensors
 from ..sharding.value import Sharding
 from .equal_layers import deciders
+from .open_inputs import OpenInputs
 from .prices import Shardings
 from .special_layouts import SpecialLayouts
 from .stationary import stationary_axes
@@ -35,6 +36,8 @@ class Frame:
     numbers: of tensors, to tell equal ones apart.
     kept: by stationary tensor the axes along which it stays.
     stored: the tensors that are in memory between kernels.
+    opened: the inputs whose places are to be found. held: of what is in memory when a rank holds most, by tensor for
+        how many it stands.
     """
 
     graph: Graph
@@ -54,16 +57,19 @@ class Frame:
     special: Mapping[DeviceMesh, SpecialLayouts]
     outputs: frozenset[int]
     stored: frozenset[int]
+    opened: OpenInputs
+    held: Counter[int]
 
     @classmethod
-    def of(cls, graph: Graph, meshes: tuple[DeviceMesh, ...]) -> Frame:
+    def of(cls, graph: Graph, meshes: tuple[DeviceMesh, ...], opened: OpenInputs = OpenInputs()) -> Frame:  # noqa: B008
         """The frame of a graph on some meshes, all of equal layers alike."""
-        inputs = {i: _given(graph, meshes, i) for i in graph.input_tensors}
+        inputs = {i: _given(graph, meshes, i) for i in graph.input_tensors} | {**opened.places}
         given = inputs | {i: (note,) for i, note in graph.annotations.items()}
         makers = {i: (node.id, place) for node in graph.nodes for place, i in enumerate(node.outputs)}
         alone = cls(
             graph, meshes, False, inputs, given, makers, _readers(graph), (), Counter(), {}, Counter(), numbers(graph),
-            graph.streamed(), stationary_axes(graph), {}, frozenset(graph.outputs), stored_tensors(graph),
+            graph.streamed(), stationary_axes(graph), {}, frozenset(graph.outputs), stored_tensors(graph), opened,
+            Counter(),
         )  # fmt: skip
         return alone._decided(ends=False)
 
@@ -78,7 +84,8 @@ class Frame:
         ops, tensors = Counter(found.deciders), Counter(alike.values())
         nodes = [self.graph.nodes[op] for op in sorted(ops)]
         special = {mesh: SpecialLayouts.of(self.graph, mesh, nodes, alike) for mesh in self.meshes}
-        return dataclasses.replace(found, ops=ops, alike=alike, tensors=tensors, special=special)
+        held = Counter(alike[i] for i in self.opened.held)
+        return dataclasses.replace(found, ops=ops, alike=alike, tensors=tensors, special=special, held=held)
 
     def _asked_of(self, tensor: int) -> Hashable:
         """What a tensor's part of the costs follows from."""
@@ -86,7 +93,7 @@ class Frame:
         made = graph.tensors[tensor].type if maker is None else (decide[maker[0]], maker[1])
         read = sorted([(decide[node], *places) for node, places in self.readers.get(tensor, {}).items()])
         note, is_output = graph.annotations.get(tensor), tensor in self.outputs
-        return made, note, self.kept.get(tensor), is_output, tuple(read)
+        return made, note, self.kept.get(tensor), is_output, tensor in self.opened.places, tuple(read)
 
     def readers_of(self, tensor: int) -> Mapping[int, int]:
         """The ops that decide for a tensor's readers, and for how many of them."""

@@ -7,6 +7,7 @@ closed forms; those that the answer uses are then worked out exactly, and the pr
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from .elimination import Assignment
 from .frame import Frame
 from .labels import Label, Spot
 from .op_labels import whole_labels
+from .open_inputs import OpenInputs
 from .prices import Prices
 from .program import Program
 from .reshard_costs import Atoms, AtomsOf, whole_axes
@@ -60,7 +62,7 @@ class Solved:
         parts: place the parts of axes one by one, too: 8 ranks as 2 x 2 x 2.
         """
         frame = self.program.frame
-        atoms_of = _among(_named_axes(frame.graph), parts_of_axes)
+        atoms_of = _among(_named_axes(frame.graph, frame.opened), parts_of_axes)
         if not parts or all(len(atoms_of(mesh)) == len(self.program.atoms_of(mesh)) for mesh in frame.meshes):
             gap = None if self.axes else self.found.gap
             return _with_ends(self.program, self.found, gap, [{"along": axis} for axis in self.axes or (None,)])
@@ -75,14 +77,18 @@ class Solved:
         return _with_ends(*_best([_in_parts(*start, atoms_of, ways) for start in starts]), None, ways)
 
 
-def solved(graph: Graph, default_mesh: DeviceMesh, prices: Prices, known: Sequence[Placement] = ()) -> Solved:
+def solved(
+    graph: Graph, default_mesh: DeviceMesh, prices: Prices, known: Sequence[Placement] = (),
+    opened: OpenInputs = OpenInputs(),  # noqa: B008
+) -> Solved:  # fmt: skip
     """A graph's best assignment on the meshes that its annotations name, or on this one.
 
     known: the placement of every op in it, if it is known and only the proof may be lacking.
+    opened: the inputs whose places are to be found.
     """
     meshes = tuple(dict.fromkeys(note.mesh for note in graph.annotations.values())) or (default_mesh,)
     mesh, *others = meshes
-    frame, atoms_of = Frame.of(graph, meshes), _among(_named_axes(graph), whole_axes)
+    frame, atoms_of = Frame.of(graph, meshes, opened), _among(_named_axes(graph, opened), whole_axes)
     axes = tuple([axis.axis for axis in sorted(atoms_of(mesh), key=lambda axis: -(axis.size or 1)) if axis.axis])
     if others or len(axes) < 2 or _count(frame, atoms_of) <= _MOST_LABELS:
         program = Program(frame, prices, atoms_of)
@@ -165,9 +171,10 @@ def _count(frame: Frame, atoms_of: AtomsOf) -> int:
     return sum((len(frame.graph.nodes[op].rule.factors) + 1) ** atoms for op in frame.ops)
 
 
-def _named_axes(graph: Graph) -> frozenset[tuple[DeviceMesh, str]]:
-    """The axes that some annotation has; all others stay idle."""
-    found = {(s.mesh, split.axis or "") for s in graph.annotations.values()
+def _named_axes(graph: Graph, opened: OpenInputs) -> frozenset[tuple[DeviceMesh, str]]:
+    """The axes that some annotation has, or an open input may have; all others stay idle."""
+    shardings = [*graph.annotations.values(), *itertools.chain.from_iterable(set(opened.places.values()))]
+    found = {(s.mesh, split.axis or "") for s in shardings
              for splits in (*s.dims, s.partial) for split in splits if split.bound}  # fmt: skip
     layouts = {layout for layouts in graph.reductions.values() for layout in layouts}
     axes = {split.axis or "" for layout in layouts for split in layout if split.bound}

@@ -64,6 +64,10 @@ class Home:
     variable: int
     places: Shardings
 
+    def label(self, number: int) -> tuple[Sharding, ...]:
+        """The place."""
+        return (self.places[number],)
+
 
 @dataclass(slots=True)
 class Program:
@@ -141,6 +145,8 @@ class Program:
     def _reserved(self, tensor: int) -> int | None:
         """A variable for a tensor that has several readers, its place as an output or an annotation among them."""
         readers = len(self.frame.readers.get(tensor, ()))
+        if tensor in self.frame.opened.places:
+            return self.costs.add_variable([0.0])
         if tensor in self.frame.inputs and tensor not in self.frame.graph.annotations:
             return None  # Whole everywhere: its parts are free.
         more = tensor not in self.frame.given and tensor in self.frame.outputs
@@ -213,7 +219,7 @@ class Program:
         note = self.frame.graph.annotations.get(tensor)
         if note is not None:
             return self._table(have, (note,), tensor)[:, 0]
-        if tensor not in self.frame.outputs:
+        if tensor not in self.frame.outputs or tensor in self.frame.opened.follow:
             return np.zeros(len(have))
         return np.array([self.prices.seconds(s, self.end(tensor, s), self.ttype(tensor)) for s in have])
 
@@ -221,9 +227,15 @@ class Program:
 
     def _add_tensor(self, tensor: int, variable: int | None) -> None:
         """Add what a tensor costs; an annotated one is brought to its annotation, where all readers take it."""
+        if variable is not None and tensor in self.frame.opened.places:
+            self._open(tensor, variable)
+            return
         if tensor in self.frame.makers:
             node, place = self.frame.makers[tensor]
             have, made = self.labels[node].results(place)
+            if self.frame.held[tensor]:
+                seconds = self.frame.opened.seconds(have, [self.ttype(tensor)]) * self.frame.held[tensor]
+                self.costs.add_costs(self.variables[node], seconds[made.of])
             if tensor in self.frame.given or not self.frame.readers.get(tensor):
                 self.costs.add_costs(
                     self.variables[node], self._end_costs(tensor, have)[made.of] * self.frame.tensors[tensor]
@@ -236,6 +248,36 @@ class Program:
             self._share(tensor, variable, self.frame.given[tensor], None)
         elif tensor in self.frame.given:
             self._pass_given(tensor)
+
+    def _open(self, tensor: int, variable: int) -> None:
+        """An input that may lie in several places: it takes memory there, and some outputs are left where it lies."""
+        frame, places = self.frame, self.frame.opened.places[tensor]
+        followers, times = frame.opened.followers(tensor), frame.tensors[tensor]
+        if self.homes or not frame.readers.get(tensor):
+            at = self._open_home(tensor, variable)
+        else:
+            self._share(tensor, variable, places, None)
+            at = np.repeat(np.arange(len(places)), len(self.costs.costs[variable]) // len(places))
+        types = tuple([self.ttype(i) for i in (tensor, *followers)])
+        self.costs.add_costs(variable, frame.opened.seconds(places, types)[at] * times)
+        for i in followers:
+            node, place = frame.makers[i]
+            have, made = self.labels[node].results(place)
+            edge = Between(
+                (self.variables[node], variable), self._table(have, places, i) * times, made, Classes(at, len(places))
+            )
+            self.costs.edges.append(edge)
+
+    def _open_home(self, tensor: int, variable: int) -> np.ndarray:
+        """Of an open input that every reader takes from where it lies, by label its place."""
+        frame, places = self.frame, self.frame.opened.places[tensor]
+        self.shared[tensor] = Home(variable, places)
+        self.costs.costs[variable] = by_preference([*map(sharding_key, places)]) * own(frame.numbers[tensor])
+        numbered, readers = Classes(np.arange(len(places)), len(places)), frame.readers_of(tensor)
+        for node, need in {frame.deciders[n]: self._needs(tensor, n) for n in frame.readers.get(tensor, ())}.items():
+            table = self._read(places, need, tensor) * (frame.tensors[tensor] * readers[node])
+            self.costs.edges.append(Between((variable, self.variables[node]), table, numbered, need.classes))
+        return numbered.of
 
     def _pass_given(self, tensor: int) -> None:
         """An input, or an annotated tensor, with one reader."""

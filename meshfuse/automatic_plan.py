@@ -1,0 +1,165 @@
+"""`fd.auto`: annotations for the inputs that have none, chosen with the plan.
+
+Where the inputs lie is found by the planner's own optimisation (`planner.place_inputs`), and then annotated: the plan
+of the definition is made as if the user had written it. Which activations are in memory when a rank holds most is known
+once a plan is made: if that is too much these have a price, too, and the inputs are placed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .compiler import compile_sharded, decided, graph_of
+from .definition.recording import Recording
+from .errors import SourceLine, user_error
+from .graph import Graph
+from .mesh import DeviceMesh
+from .number_text import duration, number
+from .planner.effort import Effort
+from .planner.open_inputs import OpenInputs
+from .planner.place_inputs import place_inputs
+from .planner.prices import Prices
+from .planner.reshard_costs import whole_axes
+from .reshard.rematerialize import peak
+from .sharding.layout import Layout, axes
+from .sharding.value import Sharding
+
+# Prices of memory that are tried, as times the seconds per byte of the plan without a limit, and how many between.
+_PRICES, _HALVINGS = (1e-4, 1e3), 6
+
+
+@dataclass(frozen=True, slots=True)
+class AutoPlan:
+    """What `fd.auto` has chosen; `print` shows it as calls to paste.
+
+    shardings: by the label of each open input, where it now lies.
+    seconds: the modelled time of a step.
+    memory: the most bytes that a rank holds at once, as modelled.
+    """
+
+    shardings: Mapping[str, Sharding]
+    seconds: float
+    memory: float
+
+    def __str__(self) -> str:
+        lines = [f"fd.mesh_split({label}, mesh, {_spec(sharding)})" for label, sharding in self.shardings.items()]
+        lines.append(f"a step takes {duration(self.seconds)} modelled, and a rank holds {number(self.memory)} bytes")
+        return "\n".join(lines)
+
+
+def automatic_plan(
+    recording: Recording, shapes: Mapping[int, tuple[int, ...]], mesh: DeviceMesh, updates: Mapping[int, int],
+    max_memory: float | None, effort: Effort, line: SourceLine,
+) -> tuple[Mapping[int, Sharding], AutoPlan]:  # fmt: skip
+    """Where each input without an annotation lies best on a mesh, and the plan then.
+
+    updates: by output the input whose next value it is. max_memory: the bytes that a rank may hold.
+    Raises DefinitionError where no plan was found that holds so little.
+    """
+    graph = graph_of(recording, shapes, {})
+    opened = OpenInputs.of(_without_implied(graph), mesh, recording.primals | updates)
+    graph = dataclasses.replace(graph, annotations=_without(graph.annotations, opened.follow))
+    search = _Search(graph, mesh, effort, max_memory)
+    found = search.best(opened)
+    if found.memory > search.limit:
+        least = min(each.memory for each in search.known.values())
+        raise user_error(
+            "fd.auto: max_memory", f"{number(search.limit)} bytes", f"{number(least)}, the least that was found",
+            "Allow a rank more memory, or take a mesh of more ranks.", line,
+        )  # fmt: skip
+    new = {i: found.shardings[of] for i, of in updates.items() if of in found.shardings}
+    labels = {graph.tensors[i].label: sharding for i, sharding in found.shardings.items()}
+    return found.shardings | new, AutoPlan(labels, found.seconds, found.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A plan: where open inputs lie, its seconds, the most bytes that a rank holds, and what ops make of these."""
+
+    shardings: dict[int, Sharding]
+    seconds: float
+    memory: int
+    held: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """The fastest plan whose peak is within a limit: of those that are the best at some price of memory.
+
+    (Everett, 1963, "Generalized Lagrange multiplier method": such a plan is the fastest of all that hold no more of
+    what has the price. That is the inputs, and what is in memory at the peak of the plan without a limit.)
+    """
+
+    graph: Graph
+    mesh: DeviceMesh
+    effort: Effort
+    max_memory: float | None
+    prices: Prices = field(default_factory=lambda: Prices(whole_axes))
+    known: dict[tuple[Sharding, ...], _Found] = field(default_factory=dict)
+
+    @property
+    def limit(self) -> float:
+        return math.inf if self.max_memory is None else self.max_memory
+
+    def best(self, opened: OpenInputs) -> _Found:
+        """The fastest plan within the limit; where none is, the fastest of all."""
+        free = self._at(opened, 0.0)
+        for held in (free.held, frozenset[int]()) if free.memory > self.limit else ():
+            found = self._priced(dataclasses.replace(opened, held=held), free.seconds / free.memory)
+            if found is not None:
+                return found
+        return free
+
+    def _priced(self, opened: OpenInputs, usual: float) -> _Found | None:
+        """The fastest plan within the limit at some price; None where even the dearest memory is too much."""
+        low, high = usual * _PRICES[0], usual * _PRICES[1]
+        best = self._at(opened, high)
+        if best.memory > self.limit:
+            return None
+        for _ in range(_HALVINGS):
+            price = math.sqrt(low * high)
+            found = self._at(opened, price)
+            if found.memory > self.limit:
+                low = price
+            else:
+                high, best = price, min(best, found, key=lambda each: each.seconds)
+        return best
+
+    def _at(self, opened: OpenInputs, price: float) -> _Found:
+        """The plan at a price of memory."""
+        placed = place_inputs(self.graph, self.mesh, dataclasses.replace(opened, price=price), self.prices)
+        key = tuple(placed.values())
+        if key not in self.known:
+            self.known[key] = self._planned(placed, opened)
+        return self.known[key]
+
+    def _planned(self, placed: dict[int, Sharding], opened: OpenInputs) -> _Found:
+        ends = {i: placed[of] for i, of in opened.follow.items()}
+        plan = decided(self.graph.annotated(placed | ends), self.mesh, self.effort)
+        compiled = compile_sharded(plan, self.max_memory)
+        found = peak(compiled.resharded)
+        tensors = {compiled.resharded.values[v].tensor for v in found.held}
+        made = {i for node in self.graph.nodes for i in node.outputs} - opened.follow.keys()
+        held = frozenset([i for i in tensors & made if compiled.graph.tensors[i].type == self.graph.tensors[i].type])
+        return _Found(placed, plan.seconds, found.nbytes, held)
+
+
+def _without_implied(graph: Graph) -> Graph:
+    return dataclasses.replace(graph, annotations=_without(graph.annotations, graph.implied))
+
+
+def _without(annotations: Mapping[int, Sharding], these: Mapping[int, object]) -> dict[int, Sharding]:
+    return {i: sharding for i, sharding in annotations.items() if i not in these}
+
+
+def _spec(sharding: Sharding) -> str:
+    """The entries of `mesh_split`, as text."""
+    return f"[{', '.join(map(_entry, sharding.dims))}]"
+
+
+def _entry(layout: Layout) -> str:
+    names = [split.axis or "" for split in axes(layout)]
+    return repr(None if not names else names[0] if len(names) == 1 else names)
