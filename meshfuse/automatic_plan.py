@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .compiler import compile_sharded, decided, graph_of
+from .compiler import compile_sharded, decided, graph_to_plan
 from .definition.recording import Recording
 from .errors import SourceLine, user_error
 from .graph import Graph
@@ -59,8 +59,8 @@ def automatic_plan(
     updates: by output the input whose next value it is. max_memory: the bytes that a rank may hold.
     Raises DefinitionError where no plan was found that holds so little.
     """
-    graph = graph_of(recording, shapes, {})
-    opened = OpenInputs.of(_without_implied(graph), mesh, recording.primals | updates)
+    graph = graph_to_plan(recording, shapes, {})
+    opened = OpenInputs.of(_without_implied(graph), mesh, {**recording.primals, **updates})
     graph = dataclasses.replace(graph, annotations=_without(graph.annotations, opened.follow))
     search = _Search(graph, mesh, effort, max_memory)
     found = search.best(opened)

@@ -33,7 +33,7 @@ from .mesh import DeviceMesh
 from .planner.effort import Effort
 from .plans.plan_cache import planned
 from .plans.shape_reuse import PLANS
-from .propagation import Planner, Propagation, ShardedDefinition, cheaper, ends
+from .propagation import Planner, Propagation, ShardedDefinition, cheaper, ends, follow
 from .reshard.borders import Borders
 from .reshard.bucketing import bucket_collectives
 from .reshard.hoist_reshards import hoist_reshards
@@ -117,7 +117,7 @@ def compile_definition(
     A plan that took long is kept on disk (`plans.plan_cache`).
     """
     with no_collection():
-        graph = graph_of(recording, shapes, scalars)
+        graph = graph_to_plan(recording, shapes, scalars)
         with World.planning(graph.in_words()):
             found = _compiled(graph, default_mesh, max_memory, near_factor, effort, borders)
             placed = _with_ends(graph, found, borders) if borders is not None else graph
@@ -154,13 +154,13 @@ def decided_without(
 ) -> ShardedDefinition | None:  # fmt: skip
     """The plan if the inputs in `free` were not annotated; None where no other annotation is left."""
     with no_collection():
-        graph = graph_of(recording, shapes, {})
+        graph = graph_to_plan(recording, shapes, {})
         left = {i: sharding for i, sharding in graph.annotations.items() if i not in free}
         with World.planning(graph.in_words()):
             return decided(dataclasses.replace(graph, annotations=left), default_mesh, effort) if left else None
 
 
-def graph_of(recording: Recording, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any]) -> Graph:
+def graph_to_plan(recording: Recording, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any]) -> Graph:
     """The stages before propagation."""
     return unify_links(split_biases(specialize(recording, shapes, scalars)))
 
@@ -171,6 +171,8 @@ def decided(graph: Graph, default_mesh: DeviceMesh, effort: Effort = Effort.AUTO
     The forms are compared by their plans over whole axes, equal layers all alike. The best one is then refined; where
     that is over parts of axes, what the user wrote is, too.
     """
+    if effort is Effort.FOLLOW:
+        return follow(graph, default_mesh)
     plan = Propagation(default_mesh)
     plain, best = _forms(graph, plan) if effort.rewrites else (apply_distributed_forms(graph, plan),) * 2
     for other in _rewritten(graph) if effort.rewrites else ():

@@ -57,10 +57,9 @@ class FusionDefinition:
     max_memory: bytes that a rank may hold (None: MESHFUSE_MAX_MEMORY, else no bound). Where a plan holds more, gathered
         tensors are dropped after one use and gathered again for the next; where that is not enough, a PlanWarning says
         what takes the memory.
-    search: how long to plan (None: MESHFUSE_SEARCH, else "auto"). "fast": every program once. "auto": those of up to
-        400 ops several times (a tenth of a second to some seconds), longer ones by a few of their repeated layers where
-        that takes about a second: on one mesh axis, or with few different ops. "thorough": every program several times,
-        in seconds.
+    search: how to plan (None: MESHFUSE_SEARCH, else "auto"). "follow": by rules alone, as GSPMD does, without prices.
+        "fast": the best plan over whole axes, as the program is written. "auto": also written in other ops, and over
+        parts of axes where bytes alone decide. "thorough": over parts of axes on all links.
 
     `recording` is what the script has written: tensors, ops, inputs, outputs and annotations, as data. The methods that
     ask about a plan take global `shapes`, one per input tensor, and without them mean the latest program: the one that

@@ -13,6 +13,7 @@ from .graph import Graph
 from .mesh import DeviceMesh
 from .placement.options import Choice
 from .planner.answer import Optimum
+from .planner.follow import followed
 from .planner.optimum import Solved, solved
 from .planner.prices import Prices
 from .planner.reshard_costs import whole_axes
@@ -122,6 +123,11 @@ def propagate(graph: Graph, default_mesh: DeviceMesh, parts: bool = False) -> Sh
     parts: place the parts of axes one by one, too.
     """
     return Propagation(default_mesh).refined(graph, parts)
+
+
+def follow(graph: Graph, default_mesh: DeviceMesh) -> ShardedDefinition:
+    """The plan that follows from the annotations by rules alone (`planner.follow`)."""
+    return _sharded(graph, followed(graph, default_mesh))
 
 
 # The part of a step that another way to write it must save: less is not worth a program that is not as it was written.

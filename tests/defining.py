@@ -9,7 +9,7 @@ import torch
 
 import meshfuse as mf
 import meshfuse.nvfuser_direct as nvfuser
-from meshfuse.compiler import CompiledProgram, _graph, compile_sharded
+from meshfuse.compiler import CompiledProgram, compile_sharded, graph_to_plan
 from meshfuse.executor.arguments import Inputs
 from meshfuse.graph import Graph, specialize
 from meshfuse.lowering.instructions import Collective
@@ -27,8 +27,8 @@ def taken_over(fd: mf.FusionDefinition, other: mf.FusionDefinition) -> CompiledP
     sizes, others = (
         {i: tuple(d.tensors[i].type.shape) for i in d.input_tensors()} for d in (fd.recording, other.recording)
     )
-    plans.keep(_graph(other.recording, others, {}), world, other.compile().planned)
-    taken = plans.near(_graph(fd.recording, sizes, {}), world, math.inf)
+    plans.keep(graph_to_plan(other.recording, others, {}), world, other.compile().planned)
+    taken = plans.near(graph_to_plan(fd.recording, sizes, {}), world, math.inf)
     if taken is None:
         return None
     key = fd._programs.key(Inputs({}, {}, torch.device("cpu")), sizes, world)

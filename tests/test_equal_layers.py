@@ -470,11 +470,15 @@ def test_an_effort_is_that_of_the_environment_unless_one_is_given(monkeypatch: p
     assert mf.FusionDefinition()._programs.effort is Effort.FAST
     assert mf.FusionDefinition(search="thorough")._programs.effort is Effort.THOROUGH
     monkeypatch.setenv("MESHFUSE_SEARCH", "long")
-    with pytest.raises(mf.DefinitionError, match="MESHFUSE_SEARCH: found 'long', needed 'fast', 'auto' or 'thorough'"):
+    with pytest.raises(
+        mf.DefinitionError, match="MESHFUSE_SEARCH: found 'long', needed 'follow', 'fast', 'auto' or 'thorough'"
+    ):
         mf.FusionDefinition()
 
 
 @pytest.mark.parametrize("wrong", ["slow", "", 1, True, ["fast"]])
 def test_wrong_efforts(wrong: object) -> None:
-    with pytest.raises(mf.DefinitionError, match=r"search: found .*, needed 'fast', 'auto' or 'thorough'. .*\(at "):
+    with pytest.raises(
+        mf.DefinitionError, match=r"search: found .*, needed 'follow', 'fast', 'auto' or 'thorough'. .*\(at "
+    ):
         mf.FusionDefinition(search=wrong)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import meshfuse as mf
 from laws import renaming_axes_commutes
 from ledger.known_programs import all_programs
-from meshfuse.compiler import _graph
+from meshfuse.compiler import graph_to_plan
 from meshfuse.graph import Graph
 from meshfuse.ops.values import TensorType
 from meshfuse.planner.answer import Answer, Optimum
@@ -142,7 +142,7 @@ def small_programs() -> list[mf.FusionDefinition]:
 
 
 def graph_of(fd: mf.FusionDefinition) -> Graph:
-    return _graph(
+    return graph_to_plan(
         fd.recording, {i: tuple(fd.recording.tensors[i].type.shape) for i in fd.recording.input_tensors()}, {}
     )
 
@@ -186,7 +186,7 @@ def test_the_example_has_the_optimum_of_two_other_planners(shape, names, moves: 
     gpt = fused.define()
     fused.annotate(gpt, mesh)
     shapes = [(8, 128), (8, 128), *map(tuple, model.param_shapes(model.GPT).values())]
-    graph = _graph(gpt.fd.recording, dict(zip(gpt.fd.recording.input_tensors(), shapes, strict=True)), {})
+    graph = graph_to_plan(gpt.fd.recording, dict(zip(gpt.fd.recording.input_tensors(), shapes, strict=True)), {})
     best = solved(graph, mesh, Prices(whole_axes)).refined(parts=False)
     assert best.gap == 0
     assert plan_cost(ShardedDefinition(graph, best.choices, best.shardings)).moving <= moves * 1.0001e-6

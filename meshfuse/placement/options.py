@@ -18,6 +18,7 @@ from ..sharding import layout as lay
 from ..sharding.layout import WHOLE
 from ..sharding.value import Sharding
 from .factors import Placement
+from .roofline import Stored, computing_seconds
 
 SourceKind = Literal["operand", "result", "carry", "whole", "pieces"]
 
@@ -118,3 +119,13 @@ def cheapest(available: Sequence[Sharding], needed: Sharding, shape: tuple[int, 
         return 0.0
     plans = [plan(have, needed, shape, itemsize) for have in available]
     return min((p.seconds for p in plans if p is not None), default=math.inf)
+
+
+def op_seconds(
+    call: Call, placement: Placement, shardings: tuple[Sharding, ...], ends: tuple[Sharding, ...], stored: Stored
+) -> float:
+    """Seconds of an op and its reshards, if its operands lie in these shardings, and its results are brought there."""
+    brought = zip(shardings, placement.operands, call.types, strict=True)
+    done = zip(placement.results, ends, call.results, strict=True)
+    wire = [cheapest((have,), need, t.shape, t.dtype.itemsize) for have, need, t in (*brought, *done)]
+    return sum(wire) + computing_seconds(call, placement, stored)

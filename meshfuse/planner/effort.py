@@ -15,12 +15,14 @@ VARIABLE = "MESHFUSE_SEARCH"
 class Effort(Enum):
     """How long programs are planned.
 
+    FOLLOW: by rules alone: shardings go along the ops' dims, forward and back, and nothing has a price.
     FAST: over whole axes, as the user wrote them; an op may be in parts, each of a rank's own elements.
     AUTO: also written in other ops, and over parts of axes where links have no latency: more collectives of less are
         then no dearer.
     THOROUGH: over parts of axes whatever the links.
     """
 
+    FOLLOW = "follow"
     FAST = "fast"
     AUTO = "auto"
     THOROUGH = "thorough"
@@ -28,7 +30,7 @@ class Effort(Enum):
     @property
     def rewrites(self) -> bool:
         """Whether a program of which several ops together may be written in others is planned in these, too."""
-        return self is not Effort.FAST
+        return self in (Effort.AUTO, Effort.THOROUGH)
 
     def in_parts(self, graph: Graph) -> bool:
         """Whether the parts of axes are placed one by one."""
@@ -48,5 +50,5 @@ def effort_of(given: Any, line: SourceLine | None) -> Effort:
         return Effort(name)
     except ValueError:
         what = VARIABLE if given is None else "search"
-        needed = "'fast', 'auto' or 'thorough'"
+        needed = "'follow', 'fast', 'auto' or 'thorough'"
         raise user_error(what, shown(name), needed, "'thorough' plans longer.", line) from None

@@ -26,8 +26,8 @@ from ..ops.opdef import Call
 from ..ops.rules import Rule
 from ..ops.values import ParamKind, TensorType
 from ..placement.factors import NO_CARRY, Placement, carries, placed
-from ..placement.options import Choice, cheapest
-from ..placement.roofline import Stored, computing_seconds, stored_by, stored_tensors
+from ..placement.options import Choice, op_seconds
+from ..placement.roofline import Stored, stored_by, stored_tensors
 from ..propagation import ShardedDefinition
 from ..reshard.windows import window_of, window_step
 from ..sharding.layout import WHOLE, extent
@@ -226,7 +226,7 @@ def _choice(
     placement = placed_again(node, choice.placement)
     if placement is None:
         return None
-    return Choice(placement, choice.source, _seconds(node.call, placement, shardings, ends, stored))
+    return Choice(placement, choice.source, op_seconds(node.call, placement, shardings, ends, stored))
 
 
 def _same_factors(new: Rule, old: Rule) -> bool:
@@ -250,13 +250,3 @@ def placed_again(node: Node, old: Placement) -> Placement | None:
 
 def _mesh(placement: Placement) -> DeviceMesh:
     return (*placement.operands, *placement.results)[0].mesh
-
-
-def _seconds(
-    call: Call, placement: Placement, shardings: tuple[Sharding, ...], ends: tuple[Sharding, ...], stored: Stored
-) -> float:
-    """Seconds of an op and its reshards, if its operands lie as planned, and its results are brought there."""
-    brought = zip(shardings, placement.operands, call.types, strict=True)
-    done = zip(placement.results, ends, call.results, strict=True)
-    wire = [cheapest((have,), need, t.shape, t.dtype.itemsize) for have, need, t in (*brought, *done)]
-    return sum(wire) + computing_seconds(call, placement, stored)
