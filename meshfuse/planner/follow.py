@@ -45,7 +45,7 @@ def followed(graph: Graph, default_mesh: DeviceMesh) -> Optimum:
 
 @dataclass(slots=True)
 class _Follow:
-    """dims: by tensor what is known of it. lies_on: by tensor the mesh on which. meshes: by op the mesh that it is on."""
+    """dims: by tensor what is known of it. lies_on: by tensor the mesh on which. meshes: by op the mesh it is on."""
 
     graph: Graph
     default_mesh: DeviceMesh

@@ -12,7 +12,7 @@ from ..mesh import DeviceMesh
 from ..placement.roofline import stored_tensors
 from ..sharding.value import Sharding
 from .equal_layers import deciders
-from .open_inputs import OpenInputs
+from .open_inputs import NOTHING_OPEN, OpenInputs
 from .prices import Shardings
 from .special_layouts import SpecialLayouts
 from .stationary import stationary_axes
@@ -61,7 +61,7 @@ class Frame:
     held: Counter[int]
 
     @classmethod
-    def of(cls, graph: Graph, meshes: tuple[DeviceMesh, ...], opened: OpenInputs = OpenInputs()) -> Frame:  # noqa: B008
+    def of(cls, graph: Graph, meshes: tuple[DeviceMesh, ...], opened: OpenInputs = NOTHING_OPEN) -> Frame:
         """The frame of a graph on some meshes, all of equal layers alike."""
         inputs = {i: _given(graph, meshes, i) for i in graph.input_tensors} | {**opened.places}
         given = inputs | {i: (note,) for i, note in graph.annotations.items()}

@@ -57,6 +57,9 @@ class OpenInputs:
         return np.array([max(self.price, _LEAST) * sum(nbytes_of(t, s) for t in types) for s in places])
 
 
+NOTHING_OPEN = OpenInputs()
+
+
 def nbytes_of(ttype: TensorType, sharding: Sharding) -> float:
     """The bytes of a tensor that the rank with the most of it holds."""
     return sharding.max_local_numel(ttype.shape) * float(ttype.dtype.itemsize)

@@ -24,7 +24,7 @@ from .elimination import Assignment
 from .frame import Frame
 from .labels import Label, Spot
 from .op_labels import whole_labels
-from .open_inputs import OpenInputs
+from .open_inputs import NOTHING_OPEN, OpenInputs
 from .prices import Prices
 from .program import Program
 from .reshard_costs import Atoms, AtomsOf, whole_axes
@@ -79,7 +79,7 @@ class Solved:
 
 def solved(
     graph: Graph, default_mesh: DeviceMesh, prices: Prices, known: Sequence[Placement] = (),
-    opened: OpenInputs = OpenInputs(),  # noqa: B008
+    opened: OpenInputs = NOTHING_OPEN,
 ) -> Solved:  # fmt: skip
     """A graph's best assignment on the meshes that its annotations name, or on this one.
 
@@ -171,7 +171,7 @@ def _count(frame: Frame, atoms_of: AtomsOf) -> int:
     return sum((len(frame.graph.nodes[op].rule.factors) + 1) ** atoms for op in frame.ops)
 
 
-def _named_axes(graph: Graph, opened: OpenInputs) -> frozenset[tuple[DeviceMesh, str]]:
+def _named_axes(graph: Graph, opened: OpenInputs = NOTHING_OPEN) -> frozenset[tuple[DeviceMesh, str]]:
     """The axes that some annotation has, or an open input may have; all others stay idle."""
     shardings = [*graph.annotations.values(), *itertools.chain.from_iterable(set(opened.places.values()))]
     found = {(s.mesh, split.axis or "") for s in shardings
