@@ -8,6 +8,7 @@ once a plan is made: if that is too much these have a price, too, and the inputs
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,12 +24,10 @@ from .planner.open_inputs import OpenInputs
 from .planner.place_inputs import place_inputs
 from .planner.prices import Prices
 from .planner.reshard_costs import whole_axes
+from .plans.within_memory import fastest_within
 from .reshard.rematerialize import peak
 from .sharding.layout import Layout, axes
 from .sharding.value import Sharding
-
-# Prices of memory that are tried, as times the seconds per byte of the plan without a limit, and how many between.
-_PRICES, _HALVINGS = (1e-4, 1e3), 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +88,7 @@ class _Found:
 class _Search:
     """The fastest plan whose peak is within a limit: of those that are the best at some price of memory.
 
-    (Everett, 1963, "Generalized Lagrange multiplier method": such a plan is the fastest of all that hold no more of
-    what has the price. That is the inputs, and what is in memory at the peak of the plan without a limit.)
+    The inputs have the price, and what is in memory at the peak of the plan without a limit.
     """
 
     graph: Graph
@@ -108,25 +106,11 @@ class _Search:
         """The fastest plan within the limit; where none is, the fastest of all."""
         free = self._at(opened, 0.0)
         for held in (free.held, frozenset[int]()) if free.memory > self.limit else ():
-            found = self._priced(dataclasses.replace(opened, held=held), free.seconds / free.memory)
+            priced = functools.partial(self._at, dataclasses.replace(opened, held=held))
+            found = fastest_within(self.limit, free, priced)
             if found is not None:
                 return found
         return free
-
-    def _priced(self, opened: OpenInputs, usual: float) -> _Found | None:
-        """The fastest plan within the limit at some price; None where even the dearest memory is too much."""
-        low, high = usual * _PRICES[0], usual * _PRICES[1]
-        best = self._at(opened, high)
-        if best.memory > self.limit:
-            return None
-        for _ in range(_HALVINGS):
-            price = math.sqrt(low * high)
-            found = self._at(opened, price)
-            if found.memory > self.limit:
-                low = price
-            else:
-                high, best = price, min(best, found, key=lambda each: each.seconds)
-        return best
 
     def _at(self, opened: OpenInputs, price: float) -> _Found:
         """The plan at a price of memory."""

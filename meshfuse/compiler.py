@@ -31,8 +31,10 @@ from .lowering.schedule import IN_FLIGHT
 from .lowering.segments import SegmentedDefinition, segment
 from .mesh import DeviceMesh
 from .planner.effort import Effort
+from .planner.open_inputs import NOTHING_OPEN, OpenInputs
 from .plans.plan_cache import planned
 from .plans.shape_reuse import PLANS
+from .plans.within_memory import fastest_within
 from .propagation import Planner, Propagation, ShardedDefinition, cheaper, ends, follow
 from .reshard.borders import Borders
 from .reshard.bucketing import bucket_collectives
@@ -95,6 +97,16 @@ class CompiledProgram:
         """Check all ranks' programs against each other."""
         verify_together([self.host_program(rank) for rank in self.ranks])
 
+    @property
+    def seconds(self) -> float:
+        """The modelled seconds of a step."""
+        return self.planned.seconds
+
+    @property
+    def memory(self) -> float:
+        """The most bytes that a rank holds, as modelled."""
+        return peak(self.resharded).nbytes
+
     def output_shardings(self) -> list[Sharding]:
         """The sharding of every output."""
         return [self.resharded.values[v].sharding for v in self.resharded.outputs]
@@ -134,7 +146,29 @@ def _compiled(
     sharded = planned(graph, default_mesh, lambda: decided(graph, default_mesh, effort), effort.value)
     if near_factor > 1:
         PLANS.keep(graph, default_mesh, sharded)
-    return compile_sharded(sharded, max_memory, borders=borders)
+    compiled = compile_sharded(sharded, max_memory, borders=borders)
+    if max_memory is None or compiled.memory <= max_memory:
+        return compiled
+    return _within(graph, compiled, default_mesh, max_memory, effort, borders)
+
+
+def _within(
+    graph: Graph, free: CompiledProgram, default_mesh: DeviceMesh, max_memory: float, effort: Effort,
+    borders: Borders | None,
+) -> CompiledProgram:  # fmt: skip
+    """The fastest program that holds no more than a bound; where there is none, the one without it.
+
+    What ops make, and the program without a bound holds when it holds most, has a price.
+    """
+    there = {free.resharded.values[v].tensor for v in peak(free.resharded).held}
+    held = there.intersection(*[[i for node in graph.nodes for i in node.outputs]])
+
+    def at(price: float) -> CompiledProgram:
+        plan = decided(graph, default_mesh, effort, OpenInputs(held=frozenset(held), price=price))
+        return compile_sharded(plan, max_memory, borders=borders)
+
+    found = fastest_within(max_memory, free, at) if effort is not Effort.FOLLOW else None
+    return free if found is None else found
 
 
 def _with_ends(graph: Graph, compiled: CompiledProgram, borders: Borders) -> Graph:
@@ -165,15 +199,17 @@ def graph_to_plan(recording: Recording, shapes: Mapping[int, tuple[int, ...]], s
     return unify_links(split_biases(specialize(recording, shapes, scalars)))
 
 
-def decided(graph: Graph, default_mesh: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
+def decided(
+    graph: Graph, default_mesh: DeviceMesh, effort: Effort = Effort.AUTO, opened: OpenInputs = NOTHING_OPEN
+) -> ShardedDefinition:
     """The best plan over all the forms in which the graph's ops may be written.
 
     The forms are compared by their plans over whole axes, equal layers all alike. The best one is then refined; where
-    that is over parts of axes, what the user wrote is, too.
+    that is over parts of axes, what the user wrote is, too. opened: which tensors' memory has a price.
     """
     if effort is Effort.FOLLOW:
         return follow(graph, default_mesh)
-    plan = Propagation(default_mesh)
+    plan = Propagation(default_mesh, opened)
     plain, best = _forms(graph, plan) if effort.rewrites else (apply_distributed_forms(graph, plan),) * 2
     for other in _rewritten(graph) if effort.rewrites else ():
         best = cheaper(best, _forms(other, plan)[1])

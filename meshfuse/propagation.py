@@ -14,6 +14,7 @@ from .mesh import DeviceMesh
 from .placement.options import Choice
 from .planner.answer import Optimum
 from .planner.follow import followed
+from .planner.open_inputs import NOTHING_OPEN, OpenInputs
 from .planner.optimum import Solved, solved
 from .planner.prices import Prices
 from .planner.reshard_costs import whole_axes
@@ -83,10 +84,11 @@ class Propagation:
     """Plans of the forms of one program, first over whole axes and with all equal layers alike.
 
     default_mesh: the mesh of a program in which no annotation names one.
+    opened: which tensors' memory has a price.
     """
 
-    def __init__(self, default_mesh: DeviceMesh):
-        self.default_mesh = default_mesh
+    def __init__(self, default_mesh: DeviceMesh, opened: OpenInputs = NOTHING_OPEN):
+        self.default_mesh, self.opened = default_mesh, opened
         self._prices = Prices(whole_axes)
         self._solved: dict[int, Solved] = {}  # by identity of graphs, which stay alive in it
 
@@ -101,12 +103,12 @@ class Propagation:
             Parts of axes are placed from other good ones, too.
         """
         placements = [] if parts else [choice.placement for choice in known]
-        found = self._solved.get(id(graph)) or solved(graph, self.default_mesh, self._prices, placements)
+        found = self._solved.get(id(graph)) or solved(graph, self.default_mesh, self._prices, placements, self.opened)
         return _sharded(graph, found.refined(parts))
 
     def _of(self, graph: Graph) -> Solved:
         if id(graph) not in self._solved:
-            self._solved[id(graph)] = solved(graph, self.default_mesh, self._prices)
+            self._solved[id(graph)] = solved(graph, self.default_mesh, self._prices, opened=self.opened)
         return self._solved[id(graph)]
 
 

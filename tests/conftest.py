@@ -34,7 +34,7 @@ for _signal, _handler in _DEFAULTS.items():
 os.environ["MESHFUSE_CACHE"] = "off"
 
 # Most tests of plans say what is sent at least: bytes decide there. test_default_links.py has the default machine.
-os.environ["MESHFUSE_LINKS"] = "bytes"
+os.environ.setdefault("MESHFUSE_LINKS", "bytes")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,11 +8,16 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import meshfuse as mf
+from interpreter import has_reference, interpret
 from meshfuse import costs, default_machine
 from meshfuse.placement.roofline import computing_seconds
+from meshfuse.testing import assert_same_as_unsharded, inputs_for
 from refusing import raises
+from test_random_programs import examples, keeps_annotations, programs
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gpt"
 ONE_HOST = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -83,6 +88,23 @@ def test_what_was_measured_here_is_the_default(measured: mf.Machine) -> None:
     mesh = mf.DeviceMesh((2, 4), ("dp", "tp"))
     assert mesh.links == (measured.inside,) * 2 and (mesh.flops, mesh.memory) == (measured.flops, measured.memory)
     assert default_machine.name_of(measured) == "this host, as it was measured"
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("links", ["", "laptop"])
+def test_random_programs_are_what_torch_computes(links: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With latency plans are others than where bytes alone decide, as in the other tests of random programs."""
+    monkeypatch.setenv("MESHFUSE_LINKS", links)
+
+    @settings(max_examples=examples(40))
+    @given(programs(), st.integers(0, 99))
+    def check(fd: mf.FusionDefinition, number: int) -> None:
+        inputs = inputs_for(fd, number)
+        assert_same_as_unsharded(fd, inputs, interpret(fd, inputs) if has_reference(fd) else None)
+        keeps_annotations(fd, fd.latest().sharded)
+
+    check()
 
 
 @pytest.mark.parametrize("env", [{"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, {"OMPI_COMM_WORLD_SIZE": "4"}])

@@ -149,6 +149,36 @@ def test_communications_ahead_of_their_need_keep_to_what_is_left():
         assert fsdp(max_memory=1).compile().in_flight == 0
 
 
+def megatron(**bounds: Any) -> mf.FusionDefinition:
+    """Layers whose sums take as long as messages take to start: rows are whole, as that is fewer of them."""
+    mesh = mf.DeviceMesh((4,), ("tp",), links="dgx-h100")
+    with mf.FusionDefinition(**bounds) as fd:
+        x, up, down = (fd.define_tensor(shape) for shape in ([256, 64], [64, 64], [64, 64]))
+        seed, y = fd.define_tensor([256, 64]), x
+        for _ in range(4):
+            y = y + fd.ops.linear(fd.ops.tanh(fd.ops.linear(fd.ops.tanh(y), up)), down)
+        grads = fd.grad([y], [up, down], [seed])
+        for out in (y, *grads):
+            fd.add_output(out)
+        for t in (x, seed):
+            fd.mesh_split(t, mesh, [None, None])
+        for t, spec in ((up, ["tp", None]), (down, [None, "tp"])):
+            fd.mesh_split(t, mesh, spec, stationary=True)
+    return fd
+
+
+def test_activations_lie_in_parts_where_there_is_no_room_for_them_whole():
+    """As in Megatron's sequence parallelism: no gather that could be dropped would help."""
+    free = megatron()
+    limit = free.memory().peak * 0.6
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fd = megatron(max_memory=limit)
+        assert fd.memory().peak <= limit
+    assert fd.compile().seconds > free.compile().seconds
+    assert_same_as_unsharded(fd, [given / 16 for given in inputs_for(fd)])
+
+
 def test_what_cannot_be_helped_is_a_warning_that_names_the_tensors():
     with pytest.warns(mf.PlanWarning, match="more than max_memory=1,000; the largest: ") as caught:
         fd = fsdp(max_memory=1000)
