@@ -44,7 +44,8 @@ class AutoPlan:
     memory: float
 
     def __str__(self) -> str:
-        lines = [f"fd.mesh_split({label}, mesh, {_spec(sharding)})" for label, sharding in self.shardings.items()]
+        calls = [(label.partition(" (")[0], _spec(sharding)) for label, sharding in self.shardings.items()]
+        lines = [f"fd.mesh_split({name}, mesh, {spec})" for name, spec in calls]
         lines.append(f"a step takes {duration(self.seconds)} modelled, and a rank holds {number(self.memory)} bytes")
         return "\n".join(lines)
 
