@@ -94,6 +94,15 @@ def parameters_differ_by(model: nn.Module, other: nn.Module) -> float:
     return max(difference(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
+def worse_than_eager_by(model: nn.Module, eager: nn.Module, exact: nn.Module) -> float:
+    """The greatest distance of a model's parameters from those of float64, beyond twice eager's own.
+
+    A step of AdamW makes much of a gradient that is all rounding, as that of a bias is which starts at 0.
+    """
+    rows = zip(model.parameters(), eager.parameters(), exact.parameters(), strict=True)
+    return max(difference(whole(p).double(), r) - 2 * difference(q.double(), r) for p, q, r in rows)
+
+
 def train(model: nn.Module, arguments: dict[str, torch.Tensor], steps: int = 3) -> list[float]:
     """The losses and norms of steps of AdamW with clipping."""
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True), []

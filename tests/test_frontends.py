@@ -50,6 +50,22 @@ def test_a_gpt_trains_as_eager_does() -> None:
     assert "annotated so at test_frontends.py" in model.explain("layers.0.qkv.weight")
 
 
+def test_weights_stay_along_the_tensor_axis_however_many_rows_there_are() -> None:
+    """Megatron's plan: the sums of activations are sent; weights are gathered along the axes of fsdp alone."""
+    model = nn.Sequential(nn.Linear(8, 32, bias=False), nn.ReLU(), nn.Linear(32, 8, bias=False))
+    eager = nn.Sequential(*[type(part)(*args, **more) for part, args, more in zip(
+        model, [(8, 32), (), (32, 8)], [{"bias": False}, {}, {"bias": False}], strict=True)])  # fmt: skip
+    eager.load_state_dict(model.state_dict())
+    mf.parallelize(model, MESH, {"0": "colwise", "2": "rowwise"}, inputs={"input": ["dp", None]}, fsdp="dp")
+    x = torch.randn(4096, 8)
+    for each in (model, eager):
+        each(x).square().mean().backward()
+    assert gradients_differ_by(model, eager) < 1e-5
+    moved = [(entry.axes, entry.tensor.partition(" ")[0]) for entry in model.bill().entries]
+    assert {name for axes, name in moved if "tp" in axes} == {"2.mm_1"}  # what the second layer's product makes
+    assert {"0.t", "2.t_1"} <= {name for axes, name in moved if axes == "dp"}
+
+
 class Images(nn.Module):
     """Convolutions, batch norm and pooling of all kinds."""
 

@@ -222,6 +222,8 @@ class _Planner:
             view = made.input(node, self._line(name), kept)
             spec = self._spec(source, view.ndim)
             self._annotate(made.fd, view, spec)
+            if source.kind == "parameter" and self.setting.plan.stays(spec):
+                annotating.keep_stationary(made.fd.recording, view.id, self.setting.plan.stays(spec), self.setting.line)
             if kept is not None and kept != node.meta["val"].dtype:
                 made.fd.at = replace(made.fd.recording.tensors[view.id].line, name=f"{name}.cast")
                 cast = made.fd.ops.cast(view, from_torch(node.meta["val"].dtype))

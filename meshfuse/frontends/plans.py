@@ -60,6 +60,12 @@ class ModulePlan:
     fsdp: tuple[str, ...] = ()
     tensor_axis: str | None = None
 
+    def stays(self, spec: Spec | None) -> list[str]:
+        """The axes along which a parameter of this spec stays, and ops come to it: all but those of fsdp."""
+        lists = [e if isinstance(e, (list, tuple)) and not isinstance(e, Split) else [e] for e in spec or ()]
+        named = {split.axis if isinstance(split, Split) else split for entry in lists for split in entry}
+        return [axis for axis in self.mesh.names if axis in named and axis not in self.fsdp]
+
     def spec(self, name: str, ndim: int) -> Spec:
         """The spec of a parameter; whole on every rank if the plan says nothing of it."""
         return self.parameters.get(name, (None,) * ndim)

@@ -21,6 +21,7 @@ from frontend_models import (
     pair,
     parameters_differ_by,
     train,
+    worse_than_eager_by,
 )
 
 pytestmark = pytest.mark.ranks
@@ -60,7 +61,9 @@ def on_rank_training(folder: str) -> dict[str, Any]:
     local = train(model, {"ids": mine(ids(), 2), "targets": mine(ids(2), 2)})
     whole = train(eager, {"ids": ids(), "targets": ids(2)})
     found["steps"] = max(abs(a - b) / b for a, b in zip(local, whole, strict=True))
-    found["parameters"] = parameters_differ_by(model, eager)
+    exact = pair(Gpt, 1)[1].double()
+    train(exact, {"ids": ids(), "targets": ids(2)})
+    found["parameters"] = worse_than_eager_by(model, eager, exact)
     model(mine(ids(), 2), mine(ids(2), 2))[0].backward()
     found["grad"] = {type(p.grad).__name__ for p in model.parameters() if p.grad is not None}
     found["like"] = all(p.grad is None or p.grad.placements == p.placements for p in model.parameters())
