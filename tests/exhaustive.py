@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshfuse.costs import computation
 from meshfuse.graph import Graph, Node
 from meshfuse.mesh import DeviceMesh
 from meshfuse.ops.rules import FactorKind, Rule
@@ -83,7 +82,7 @@ class Exhaustive:
                 then[i] = then[i] if need in then[i] else (*then[i], need)
             if math.isfinite(moving):
                 then.update((i, (made,)) for i, made in zip(node.outputs, placement.results, strict=True))
-                yield moving, computation(node.call.op.flops(node.call) / placement.ways, self.mesh.flops), then
+                yield moving, node.call.op.flops(node.call) / placement.ways / self.mesh.flops, then
 
     def _placed(self, node: Node, carry: Carry) -> list[Placement]:
         key = node.id, carry
