@@ -82,7 +82,7 @@ class Exhaustive:
                 then[i] = then[i] if need in then[i] else (*then[i], need)
             if math.isfinite(moving):
                 then.update((i, (made,)) for i, made in zip(node.outputs, placement.results, strict=True))
-                yield moving, node.call.op.flops(node.call) / placement.ways / self.mesh.flops, then
+                yield moving, max(node.call.op.flops(node.call), 1.0) / placement.ways / self.mesh.flops, then
 
     def _placed(self, node: Node, carry: Carry) -> list[Placement]:
         key = node.id, carry
