@@ -7,7 +7,7 @@ makes, and what Thunder computes of these. Ops on local values stay torch's.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +52,12 @@ def partition(bsyms: Sequence[Any], can_fuse: Callable[[Any], bool]) -> Partitio
         return is_annotation(bsym) or (can_fuse(bsym) and not _reads(bsym, local))
 
     groups = [group for part in _parts(bsyms) for group in _grouped(part, fuses)]
-    inner = _kept(groups)
-    return _with_ends(groups, inner)
+    kept = _kept(groups)
+    outside = frozenset(
+        x.name for (_, bsyms), is_kept in zip(groups, kept, strict=True) if not is_kept
+        for bsym in bsyms for x in bsym.flat_proxy_args
+    )  # fmt: skip
+    return Partition(tuple(_items(_split_in_place(groups, kept, outside), kept, outside)), outside)
 
 
 def is_annotation(bsym: Any) -> bool:
@@ -166,24 +170,39 @@ def _is_worth_it(bsyms: Sequence[Any], made: set[str]) -> bool:
     return bool(names - own) and (len(bsyms) > 1 or bool(names & made))
 
 
-def _with_ends(groups: Sequence[tuple[bool, list[Any]]], kept: Sequence[bool]) -> Partition:
+def _split_in_place(
+    groups: Sequence[tuple[bool, list[Any]]], kept: Sequence[bool], outside: Collection[str]
+) -> list[list[Any]]:
+    """The symbols of each group, where each region makes the whole weights that it reads of local ones by itself: what
+    goes on to the backward is the latter. A mesh_split does nothing but say what a tensor is.
+    """
+    every = [bsym for _, bsyms in groups for bsym in bsyms if bsym.sym.id is MeshPrims.MESH_SPLIT]
+    free = {bsym.output.name: bsym for bsym in every if bsym.output.name not in outside}
+    found = []
+    for (_, bsyms), is_kept in zip(groups, kept, strict=True):
+        own = [bsym for bsym in bsyms if bsym not in free.values()] if is_kept else bsyms
+        read = {x.name: None for bsym in own for x in bsym.flat_proxy_args if is_kept and x.name in free}
+        found.append([*(free[name] for name in read), *own])
+    return found
+
+
+def _items(groups: Sequence[list[Any]], kept: Sequence[bool], outside: Collection[str]) -> Iterator[Any]:
     readers: dict[str, set[int]] = defaultdict(set)
-    outside: set[str] = set()
-    for number, (_, bsyms) in enumerate(groups):
+    for number, bsyms in enumerate(groups):
         for bsym in bsyms:
             for x in bsym.flat_proxy_args:
                 readers[x.name].add(number)
-                if not kept[number]:
-                    outside.add(x.name)
-    items: list[Any] = []
-    for number, (_, bsyms) in enumerate(groups):
-        items += [_region(bsyms, number, readers)] if kept[number] else bsyms
-    return Partition(tuple(items), frozenset(outside))
+    for number, bsyms in enumerate(groups):
+        if not kept[number]:
+            yield from bsyms
+        elif bsyms:
+            yield _region(bsyms, {name for name, found in readers.items() if found - {number}}, outside)
 
 
-def _region(bsyms: Sequence[Any], number: int, readers: Mapping[str, set[int]]) -> Region:
+def _region(bsyms: Sequence[Any], read_by_others: set[str], outside: Collection[str]) -> Region:
     made = {name: None for bsym in bsyms for name in _made(bsym)}
+    free = {b.output.name for b in bsyms if b.sym.id is MeshPrims.MESH_SPLIT and b.output.name not in outside}
     read = {x.name: x for bsym in bsyms for x in _tensors(bsym.flat_proxy_args) if x.name not in made}
     outs = {x.name: x for bsym in bsyms for x in _tensors(bsym.flat_proxy_outs) if x.name in made}
-    ends = [x for name, x in outs.items() if readers.get(name, set()) - {number}]
+    ends = [x for name, x in outs.items() if name in read_by_others and name not in free]
     return Region(tuple(bsyms), tuple(read.values()), tuple(ends))
