@@ -26,7 +26,7 @@ def takes(
     return not learned and same and 2 <= query.ndim <= 4
 
 
-@rule(SYMBOL.id)
+@rule(SYMBOL.id, check=takes)
 def _forward(
     t: Translation, query: TensorView, key: TensorView, value: TensorView, attn_mask: Any = None,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: Any = None,

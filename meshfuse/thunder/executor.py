@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from thunder.core.dtypes import to_torch_dtype
-from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy, unvariableify
 from thunder.core.symbol import Symbol
 from thunder.core.trace import TraceProvenance, from_trace
@@ -15,17 +13,16 @@ from thunder.core.transform_common import dce
 from thunder.extend import FusionExecutor, register_executor
 
 from ..backends.assignment import requested
-from ..dtypes import from_torch
 from ..errors import caller_line
 from ..frontends.traced import TracedDefinition
 from ..runtime.world import World
 from ..sharding.value import Sharding
-from . import attention
-from .attention import RULES
+from .attention import SYMBOL, gradient, takes
 from .planning import locals_of, mesh_of, planned, take
 from .prims import MeshPrims, mesh_layout
 from .regions import Region, partition
-from .translate import Translator
+from .rules import CHECKS, RULES
+from .translate import Translator, has_known_dtype
 
 NAME = "meshfuse"
 
@@ -55,11 +52,9 @@ class MeshExecutor(FusionExecutor):
     def __init__(self, backend: str | None) -> None:
         super().__init__(NAME)
         self.backend = backend
-        for symbol in RULES:
-            self.register_supported(symbol, _takes)
-        self.register_supported(attention.SYMBOL, attention.takes, grad_transform=attention.gradient)
-        for symbol in (MeshPrims.MESH_SPLIT, MeshPrims.MESH_LOCAL):
-            self.register_supported(symbol)
+        for symbol in (*RULES, MeshPrims.MESH_SPLIT, MeshPrims.MESH_LOCAL):
+            self.register_supported(symbol, CHECKS.get(symbol))
+        self.register_supported(SYMBOL, takes, grad_transform=gradient)
 
     def get_fuel(self, amount: int = 1, /) -> bool:
         return True
@@ -82,7 +77,8 @@ class MeshExecutor(FusionExecutor):
 
     def _fuses(self, bsym: Any) -> bool:
         tensors = [x for x in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs) if isinstance(x, TensorProxy)]
-        return bool(tensors) and self.can_fuse(bsym) and len({x.device for x in tensors}) == 1
+        one_device = len({x.device for x in tensors}) == 1
+        return one_device and all(map(has_known_dtype, tensors)) and self.can_fuse(bsym)
 
     def fuse(self, region: Any, fusion_counter: int) -> Any:
         """A symbol that runs a region. All that it needs is in the region: how its inputs and outputs lie as well."""
@@ -103,11 +99,6 @@ def _symbol(
 
     made = Symbol(name=name, id=name, meta=lambda *_: tuple(outputs), executor=ex, _bind_postprocess=bound)
     return made.bind(*inputs, output=outputs, subsymbols=tuple(bsyms))
-
-
-def _takes(*args: Any, **kwargs: Any) -> bool:
-    """Whether a prim's tensors have types that definitions know."""
-    return True
 
 
 def _proxy(x: Any) -> TensorProxy:

@@ -67,9 +67,7 @@ def _between(parts: Partition, mesh: DeviceMesh, known: Locals) -> dict[str, Sha
     return {name: shardings[view].reduced() for name, view in inner.items() if view in shardings}
 
 
-def _ended(
-    joint: Translator, region: Region, parts: Partition, known: Locals, mesh: DeviceMesh
-) -> dict[str, int]:
+def _ended(joint: Translator, region: Region, parts: Partition, known: Locals, mesh: DeviceMesh) -> dict[str, int]:
     """Return what is read outside of regions; gives what is not, by name the tensor's number."""
     inner: dict[str, int] = {}
     for x in region.outputs:

@@ -109,6 +109,4 @@ def _attention_backward_meta(
 
 # Results: the output, the log-sum-exp of the rows, and the state of the random numbers that dropout drew by.
 attention = make_prim(MeshPrims.ATTENTION, "mesh_attention", meta=_attention_meta)
-attention_backward = make_prim(
-    MeshPrims.ATTENTION_BACKWARD, "mesh_attention_backward", meta=_attention_backward_meta
-)
+attention_backward = make_prim(MeshPrims.ATTENTION_BACKWARD, "mesh_attention_backward", meta=_attention_backward_meta)

@@ -18,6 +18,8 @@ from .prims import MeshPrims
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
+# By id whether a prim with these arguments has a rule, where not all have: others are left to torch.
+CHECKS: dict[Any, Callable[..., bool]] = {}
 aten = torch.ops.aten
 
 _FUNCTIONS = (
@@ -45,11 +47,12 @@ _SAME = {
 }  # fmt: skip
 
 
-def rule(*ids: Any) -> Callable[[Rule], Rule]:
-    """Enter a function for these ids of prims or symbols."""
+def rule(*ids: Any, check: Callable[..., bool] | None = None) -> Callable[[Rule], Rule]:
+    """Enter a function for these ids of prims or symbols; with `check`, for arguments of which it is true."""
 
     def enter(function: Rule) -> Rule:
         RULES.update(dict.fromkeys(ids, function))
+        CHECKS.update(dict.fromkeys(ids, check) if check is not None else {})
         return function
 
     return enter
@@ -131,14 +134,28 @@ def _slice(t: Translation, x: TensorView, starts: Any, ends: Any, strides: Any =
     return t.ops.slice(x, list(starts), list(ends), [1] * x.ndim if strides is None else list(strides))
 
 
-@rule(PrimIDs.PAD)
+def _pads(x: Any, value: Any, config: Any) -> bool:
+    """What stands between elements is zero."""
+    return value == 0 or not any(dilation for _, _, dilation in config)
+
+
+@rule(PrimIDs.PAD, check=_pads)
 def _pad(t: Translation, x: TensorView, value: Any, config: Sequence[Sequence[int]]) -> TensorView:
-    """Negative widths take elements away; the last dim comes first in the op."""
+    """Negative widths take elements away; the last dim comes first in the op. `dilation` goes between elements."""
+    for dim, (_, _, dilation) in enumerate(config):
+        x = _dilated(t, x, dim, dilation) if dilation else x
     starts = [max(0, -low) for low, *_ in config]
     ends = [n - max(0, -high) for n, (_, high, *_) in zip(x.type.shape, config, strict=True)]
     x = _slice(t, x, starts, ends)
     widths = [max(0, width) for low, high, *_ in reversed(config) for width in (low, high)]
     return t.ops.pad(x, widths, value) if any(widths) else x
+
+
+def _dilated(t: Translation, x: TensorView, dim: int, dilation: int) -> TensorView:
+    """Zeros between the elements of a dim: what the gradient of a slice in steps is."""
+    sizes, step = list(x.type.shape), dilation + 1
+    sizes[dim] = max(0, (sizes[dim] - 1) * step + 1)
+    return _aten(aten.slice_backward.default)(t, x, sizes, dim, 0, sizes[dim], step)
 
 
 # reductions and orders
@@ -185,7 +202,12 @@ def _scatter(t: Translation, x: TensorView, index: TensorView, source: Any, dim:
     return _aten(aten.scatter.src)(t, x, dim, index, source)
 
 
-@rule(PrimIDs.SCATTER_ADD)
+def _adds_whole_rows(x: Any, index: Any, value: Any, dim: int) -> bool:
+    others = [d for d in range(x.ndim) if d != dim % x.ndim]
+    return tuple(index.shape) == tuple(value.shape) and all(x.shape[d] == index.shape[d] for d in others)
+
+
+@rule(PrimIDs.SCATTER_ADD, check=_adds_whole_rows)
 def _scatter_add(t: Translation, x: TensorView, index: TensorView, value: TensorView, dim: int) -> TensorView:
     return _aten(aten.scatter_add.default)(t, x, dim, index, value)
 
@@ -200,12 +222,22 @@ def _embedding(t: Translation, index: TensorView, weight: TensorView, **_: Any) 
     return t.ops.embedding_fwd(index, weight)
 
 
-@rule(PrimIDs.EMBEDDING_BACKWARD)
+def _is_plain(grad: Any, index: Any, rows: int, padding: Any, by_frequency: bool, sparse: bool) -> bool:
+    return not by_frequency and not sparse
+
+
+@rule(PrimIDs.EMBEDDING_BACKWARD, check=_is_plain)
 def _embedding_backward(
-    t: Translation, grad: TensorView, index: TensorView, rows: int, padding: int | None, by_frequency: bool, sparse: bool
+    t: Translation,
+    grad: TensorView,
+    index: TensorView,
+    rows: int,
+    padding: int | None,
+    by_frequency: bool,
+    sparse: bool,
 ) -> TensorView:
     padding = -1 if padding is None else padding
-    return _aten(aten.embedding_dense_backward.default)(t, grad, index, rows, padding, by_frequency)
+    return _aten(aten.embedding_dense_backward.default)(t, grad, index, rows, padding, False)
 
 
 # losses

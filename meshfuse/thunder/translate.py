@@ -14,14 +14,14 @@ from thunder.core.pytree import tree_map
 
 from ..definition import annotating
 from ..definition.tensor_view import TensorView
-from ..dtypes import from_torch
+from ..dtypes import DataType, from_torch
 from ..errors import SourceLine
 from ..frontends.aten import Translation
 from ..frontends.sizes import Sizes
 from ..frontends.traced import TracedDefinition
 from ..sharding.value import Sharding
-from .attention import RULES
 from .prims import MeshPrims
+from .rules import RULES
 
 _SIZES = Sizes()  # Sizes in a trace are numbers.
 
@@ -39,6 +39,14 @@ def meta_of(proxy: TensorProxy) -> Meta:
     dtype = to_torch_dtype(proxy.dtype)
     assert dtype is not None
     return Meta(tuple(int(n) for n in proxy.shape), dtype)
+
+
+def has_known_dtype(proxy: TensorProxy) -> bool:
+    """Whether definitions have the type of a proxy's elements."""
+    try:
+        return from_torch(to_torch_dtype(proxy.dtype)) is not DataType.Null
+    except ValueError:
+        return False
 
 
 @dataclass(slots=True)

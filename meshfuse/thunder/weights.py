@@ -14,7 +14,7 @@ from torch import nn
 
 from ..definition.annotation import layouts_of_spec
 from ..definition.checks import checked_mesh
-from ..errors import SourceLine, caller_line, located, shown, user_error
+from ..errors import SourceLine, caller_line, located, user_error
 from ..executor.spmd import gather_output, sum_of_bits
 from ..frontends.plans import ModulePlan, module_plan
 from ..host_ir import digest_of
@@ -94,7 +94,7 @@ class MeshSplit(Transform):
             return
         real = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
         text = "\n".join(f"{name}: {tuple(p.shape)} {p.dtype}, a sum of bits of {sum_of_bits(p)}" for name, p in real)
-        do = "Call torch.manual_seed with the same number on the ranks of the mesh before the model is made, or load it."
+        do = "Call torch.manual_seed with the same number on these ranks before the model is made, or load it."
         what, ranks = "the parameters of the module", tuple(sorted(self.mesh.ranks))
         world.rendezvous.check_same(digest_of(text), what, ranks, lambda: text, do)
 
