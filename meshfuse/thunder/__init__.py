@@ -17,8 +17,10 @@ from .installed import check_installed
 check_installed()
 
 from .executor import executor as executor  # noqa: E402  # what follows imports Thunder
+from .inspection import bill as bill  # noqa: E402
+from .inspection import definitions as definitions  # noqa: E402
 from .prims import mesh_local as mesh_local  # noqa: E402
 from .prims import mesh_split as mesh_split  # noqa: E402
 from .weights import MeshSplit as MeshSplit  # noqa: E402
 
-__all__ = ["MeshSplit", "ThunderMissing", "executor", "mesh_local", "mesh_split"]
+__all__ = ["MeshSplit", "ThunderMissing", "bill", "definitions", "executor", "mesh_local", "mesh_split"]

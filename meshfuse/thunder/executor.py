@@ -14,6 +14,8 @@ from thunder.extend import FusionExecutor, register_executor
 
 from ..backends.assignment import requested
 from ..errors import caller_line
+from ..executor.spmd import named_ranks
+from ..frontends.draws import GeneratorDraws
 from ..frontends.traced import TracedDefinition
 from ..runtime.world import World
 from ..sharding.value import Sharding
@@ -32,9 +34,14 @@ class RegionCall:
 
     def __init__(self, fd: TracedDefinition, backend: str | None) -> None:
         self.fd, self.backend = fd, backend
-        self._is_simulated = World.current().size == 1
+        ranks = named_ranks(fd.recording, 1)
+        self._is_simulated = World.current().size == 1 and len(ranks) > 1
+        draws = any(node.draws for node in fd.recording.nodes)
+        self._draw = GeneratorDraws(ranks) if draws else None
 
     def __call__(self, *tensors: Any) -> list[Any]:
+        if self._draw is not None:
+            self.fd.seed_with(self._draw())
         if self._is_simulated:
             return self.fd.simulate(tensors)
         return self.fd.execute(tensors, idle_ranks=True, backend=self.backend)

@@ -11,12 +11,11 @@ from ..frontends.traced import TracedDefinition
 from ..mesh import DeviceMesh
 from ..runtime.world import World
 from ..sharding.value import Sharding
-from .prims import MeshPrims
+from .prims import Layout, MeshPrims
 from .regions import Partition, Region, is_annotation
 from .translate import Translator
 
-# (sharding, whole shape, name) of a local tensor, by name of the proxy.
-Locals = Mapping[str, tuple[Sharding, tuple[int, ...], str]]
+Locals = Mapping[str, Layout]  # of local tensors, by name of the proxy
 
 
 def mesh_of(bsyms: Iterable[Any]) -> DeviceMesh:
@@ -30,9 +29,9 @@ def locals_of(bsyms: Iterable[Any]) -> Locals:
     found = {}
     for bsym in bsyms:
         if is_annotation(bsym):
-            x, sharding, shape, name = bsym.args
+            x, *layout = bsym.args
             local = x if bsym.sym.id is MeshPrims.MESH_SPLIT else bsym.output
-            found[local.name] = (sharding, tuple(shape), name)
+            found[local.name] = Layout(*layout)
     return found
 
 
@@ -43,7 +42,7 @@ def planned(parts: Partition, mesh: DeviceMesh) -> dict[str, Sharding]:
     annotated. What only goes from region to region lies as the plan of them all leaves it.
     """
     known = locals_of(bsym for region in parts.regions for bsym in region.bsyms)
-    found = {name: sharding for name, (sharding, _, _) in known.items()}
+    found = {name: layout.sharding for name, layout in known.items()}
     for region in parts.regions:
         for x in (*region.inputs, *region.outputs):
             found.setdefault(x.name, Sharding.replicated(mesh, x.ndim))
@@ -72,7 +71,7 @@ def _ended(joint: Translator, region: Region, parts: Partition, known: Locals, m
     inner: dict[str, int] = {}
     for x in region.outputs:
         if x.name in known:
-            joint.end(x, known[x.name][0])
+            joint.end(x, known[x.name].sharding)
         elif x.name in parts.outside:
             joint.values[x.name] = joint.end(x, Sharding.replicated(mesh, x.ndim))
         else:
@@ -83,6 +82,6 @@ def _ended(joint: Translator, region: Region, parts: Partition, known: Locals, m
 def take(to: Translator, x: TensorProxy, known: Locals, sharding: Sharding) -> None:
     """Make a proxy an input: a local one of the whole tensor that annotations say, any other one in its sharding."""
     if x.name in known:
-        to.take_local(x, *known[x.name])
+        to.take_local(x, known[x.name])
     else:
         to.take(x, sharding)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from thunder.core import dtypes
 from thunder.core.prims import make_prim
@@ -27,6 +27,22 @@ class MeshPrims(Enum):
     MESH_LAYOUT = auto()
     ATTENTION = auto()
     ATTENTION_BACKWARD = auto()
+
+
+class Layout(NamedTuple):
+    """What an annotation says of a local tensor: how the whole one lies, its shape, and what it is called.
+
+    stationary: whether no collective may move it.
+    """
+
+    sharding: Sharding
+    shape: tuple[int, ...]
+    name: str
+    stationary: bool = False
+
+    def of_gradient(self) -> Layout:
+        """That of the gradient, which is reduced and so moves."""
+        return Layout(self.sharding, self.shape, f"{self.name}.grad")
 
 
 def local_shape(sharding: Sharding, shape: Sequence[int]) -> tuple[int, ...]:
@@ -48,11 +64,12 @@ def _printed(bsym: Any, out: Any, args: Any, kwargs: Any) -> str:
 # annotations
 
 
-def _split_meta(x: TensorProxy, sharding: Sharding, shape: Sequence[int], name: str) -> TensorProxy:
-    return TensorProxy(like=x, shape=tuple(shape))
+def _split_meta(x: TensorProxy, *layout: Any) -> TensorProxy:
+    return TensorProxy(like=x, shape=Layout(*layout).shape)
 
 
-def _local_meta(x: TensorProxy, sharding: Sharding, shape: Sequence[int], name: str) -> TensorProxy:
+def _local_meta(x: TensorProxy, *layout: Any) -> TensorProxy:
+    sharding, shape, *_ = layout
     return TensorProxy(like=x, shape=local_shape(sharding, shape))
 
 
@@ -73,8 +90,9 @@ def _split_forward(x: TensorProxy, *layout: Any) -> tuple[TensorProxy, tuple[Any
 
 
 @register_backward(MeshPrims.MESH_SPLIT)
-def _split_backward(sharding: Sharding, shape: Sequence[int], name: str, grad: TensorProxy) -> TensorProxy:
-    return mesh_local(grad, sharding, shape, f"{name}.grad" if name else name)
+def _split_backward(*saved: Any) -> TensorProxy:
+    *layout, grad = saved
+    return mesh_local(grad, *Layout(*layout).of_gradient())
 
 
 @register_augmented_forward(MeshPrims.MESH_LOCAL)
@@ -83,8 +101,9 @@ def _local_forward(x: TensorProxy, *layout: Any) -> tuple[TensorProxy, tuple[Any
 
 
 @register_backward(MeshPrims.MESH_LOCAL)
-def _local_backward(sharding: Sharding, shape: Sequence[int], name: str, grad: TensorProxy) -> TensorProxy:
-    return mesh_split(grad, sharding, shape, f"{name}.grad" if name else name)
+def _local_backward(*saved: Any) -> TensorProxy:
+    *layout, grad = saved
+    return mesh_split(grad, *Layout(*layout).of_gradient())
 
 
 # attention

@@ -116,6 +116,13 @@ def _iota(t: Translation, length: int, *, start: Any, step: Any, **_: Any) -> Te
     return t.ops.iota(length, start, step, t.dtype)
 
 
+@rule(PrimIDs.UNIFORM)
+def _uniform(t: Translation, shape: Any, low: Any, high: Any, **_: Any) -> TensorView:
+    """Numbers follow the global index: they are the same on every mesh, and not torch's."""
+    wide = DataType.Float if t.dtype.is_reduced_float else t.dtype
+    return t.ops.uniform(low, high, t.shape, dtype=wide)
+
+
 # shapes
 
 

@@ -20,10 +20,11 @@ from ..frontends.aten import Translation
 from ..frontends.sizes import Sizes
 from ..frontends.traced import TracedDefinition
 from ..sharding.value import Sharding
-from .prims import MeshPrims
+from .prims import Layout, MeshPrims
 from .rules import RULES
 
 _SIZES = Sizes()  # Sizes in a trace are numbers.
+_TRACE = SourceLine("<trace>", 0, "", "")  # of what no line of a script has made
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,14 @@ def has_known_dtype(proxy: TensorProxy) -> bool:
         return False
 
 
+def line_of(bsym: Any) -> SourceLine | None:
+    """The line that a symbol comes from, if Thunder knows it and it is none of Thunder's own."""
+    file, where = bsym.source_filename, bsym.source_positions
+    if not file or where is None or "/thunder/torch/" in file:
+        return None
+    return SourceLine(file, where.lineno or 0)
+
+
 @dataclass(slots=True)
 class Translator:
     """Writes symbols of a trace into a definition.
@@ -63,17 +72,22 @@ class Translator:
     locals: dict[str, TensorView] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.fd.at = _TRACE
+
     def take(self, proxy: TensorProxy, sharding: Sharding) -> None:
         """Make a proxy an input that lies so."""
         self.values[proxy.name] = self._input(proxy, tuple(proxy.shape), sharding, proxy.name)
 
-    def take_local(self, proxy: TensorProxy, sharding: Sharding, shape: Sequence[int], name: str) -> None:
-        """Make a local proxy an input: a whole tensor of this shape, of which each rank has its shard."""
-        self.names[proxy.name] = name
-        self.locals[proxy.name] = self._input(proxy, shape, sharding, name)
+    def take_local(self, proxy: TensorProxy, layout: Layout) -> None:
+        """Make a local proxy an input: a whole tensor, of which each rank has its shard."""
+        self.names[proxy.name] = layout.name
+        view = self.locals[proxy.name] = self._input(proxy, layout.shape, layout.sharding, layout.name)
+        if layout.stationary:
+            annotating.keep_stationary(self.fd.recording, view.id, True, _TRACE)
 
     def _input(self, proxy: TensorProxy, shape: Sequence[int], sharding: Sharding, name: str) -> TensorView:
-        line = SourceLine("<trace>", 0, "", "", name)
+        line = replace(_TRACE, name=name)
         view = self.fd.new_input(shape, from_torch(meta_of(proxy).dtype), line)
         annotating.shard(self.fd.recording, view.id, sharding, None, line)
         return view
@@ -89,10 +103,9 @@ class Translator:
 
     def write(self, bsym: Any) -> None:
         """Write a symbol, or those that it is made of. What it reads must have values."""
-        if bsym.source_positions is not None:
-            self.fd.at = SourceLine(bsym.source_filename or "", bsym.source_positions.lineno or 0)
+        self.fd.at = line_of(bsym) or self.fd.at
         if bsym.sym.id in _ANNOTATIONS:
-            _ANNOTATIONS[bsym.sym.id](self, *bsym.args, bsym.output)
+            _ANNOTATIONS[bsym.sym.id](self, bsym.args, bsym.output)
         elif bsym.sym.id in RULES:
             self._apply(bsym)
         else:
@@ -128,12 +141,14 @@ class Translator:
         return f"{module}.{bsym.sym.name}" if module else bsym.sym.name
 
 
-def _split(to: Translator, x: TensorProxy, sharding: Sharding, shape: Any, name: str, out: TensorProxy) -> None:
-    to.values[out.name], to.names[out.name] = to.locals[x.name], name
+def _split(to: Translator, args: tuple[Any, ...], out: TensorProxy) -> None:
+    x, *layout = args
+    to.values[out.name], to.names[out.name] = to.locals[x.name], Layout(*layout).name
 
 
-def _local(to: Translator, x: TensorProxy, sharding: Sharding, shape: Any, name: str, out: TensorProxy) -> None:
-    to.locals[out.name], to.names[out.name] = to.values[x.name], name
+def _local(to: Translator, args: tuple[Any, ...], out: TensorProxy) -> None:
+    x, *layout = args
+    to.locals[out.name], to.names[out.name] = to.values[x.name], Layout(*layout).name
 
 
 def _layout(*_: Any) -> None:

@@ -12,17 +12,19 @@ from thunder.core.trace import TraceProvenance, from_trace, tracectx
 from thunder.core.transform_common import Transform
 from torch import nn
 
+from ..argument_checks import check_flags
 from ..definition.annotation import layouts_of_spec
 from ..definition.checks import checked_mesh
 from ..errors import SourceLine, caller_line, located, user_error
 from ..executor.spmd import gather_output, sum_of_bits
 from ..frontends.plans import ModulePlan, module_plan
 from ..host_ir import digest_of
+from ..mesh import DeviceMesh
 from ..runtime.world import World
 from ..sharding.data import shard
 from ..sharding.value import Sharding
 from .executor import NAME
-from .prims import local_shape, mesh_split
+from .prims import Layout, local_shape, mesh_split
 
 
 class MeshSplit(Transform):
@@ -32,16 +34,21 @@ class MeshSplit(Transform):
         inputs are taken to be the same on all of its ranks. Data parallelism is Thunder's, by a transform behind
         this one.
     plan: where weights lie, as of `mf.parallelize`; specs of activations are not taken.
+    stationary: whether no collective may move weights that are cut, as in Megatron's tensor parallelism. Without it a
+        weight is gathered where that is modelled to cost less than to move what is multiplied with it.
 
-    Raises DefinitionError for a plan that does not fit the module, and RankError where ranks of the mesh have different
-    weights.
+    Raises DefinitionError for a mesh that this rank is not on, and for a plan that does not fit the module; RankError
+    where ranks of the mesh have different weights.
     """
 
-    def __init__(self, mesh: Any, plan: Any) -> None:
+    def __init__(self, mesh: Any, plan: Any, *, stationary: bool = False) -> None:
         self.line: SourceLine = caller_line()
+        check_flags(self.line, stationary=stationary)
         with located(self.line):
-            self.mesh, self._plan = checked_mesh(mesh, self.line), plan
-        self.layouts: dict[str, tuple[Sharding, tuple[int, ...], str]] = {}
+            self.mesh, self._plan, self._stationary = checked_mesh(mesh, self.line), plan, stationary
+            _check_rank(self.mesh, self.line)
+        # Of weights that are cut, by each of their names.
+        self.layouts: dict[str, Layout] = {}
 
     # weights
 
@@ -60,8 +67,7 @@ class MeshSplit(Transform):
                 made[id(parameter)] = self._cut(parameter, name)
             model._overrides_parameters[name] = made[id(parameter)]
 
-    def _layouts(self, model: Any, plan: ModulePlan) -> dict[str, Any]:
-        """By each name of a weight that is cut: its sharding, whole shape, and the name that it goes by."""
+    def _layouts(self, model: Any, plan: ModulePlan) -> dict[str, Layout]:
         names = {id(p): name for name, p in model._model.named_parameters()}
         found = {}
         for name, parameter in model._model.named_parameters(remove_duplicate=False):
@@ -69,11 +75,11 @@ class MeshSplit(Transform):
             layouts = layouts_of_spec(known, self.mesh, plan.spec(known, len(shape)), len(shape), self.line)
             sharding = Sharding.make(self.mesh, layouts, shape)
             if sharding.splits:
-                found[name] = (sharding, shape, known)
+                found[name] = Layout(sharding, shape, known, self._stationary)
         return found
 
     def _cut(self, parameter: nn.Parameter, name: str) -> nn.Parameter:
-        sharding, shape, _ = self.layouts[name]
+        sharding, shape, *_ = self.layouts[name]
         if parameter.is_meta:
             local = torch.empty(local_shape(sharding, shape), dtype=parameter.dtype, device="meta")
         else:
@@ -104,7 +110,7 @@ class MeshSplit(Transform):
         self, model: Any, submodule_name: str, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
         """This rank's shards of whole weights."""
-        return self._each(submodule_name, state_dict, lambda tensor, layout: self._shard(tensor, layout[0]))
+        return self._each(submodule_name, state_dict, lambda tensor, layout: self._shard(tensor, layout.sharding))
 
     def reverse_transform_state_dict_for_submodule(
         self, model: Any, submodule_name: str, state_dict: dict[str, Any]
@@ -119,12 +125,11 @@ class MeshSplit(Transform):
             for name, tensor in state_dict.items()
         }
 
-    def _whole(self, local: torch.Tensor, layout: tuple[Sharding, tuple[int, ...], str]) -> torch.Tensor:
-        world, (sharding, shape, _) = World.current(), layout
+    def _whole(self, local: torch.Tensor, layout: Layout) -> torch.Tensor:
+        world, ranks = World.current(), tuple(sorted(self.mesh.ranks))
         if world.size == 1:
             return local
-        ranks = tuple(sorted(self.mesh.ranks))
-        return gather_output(world, local, sharding, shape, local.dtype, local.device, ranks)
+        return gather_output(world, local, layout.sharding, layout.shape, local.dtype, local.device, ranks)
 
     # traces
 
@@ -136,7 +141,7 @@ class MeshSplit(Transform):
         found = self._found(prologue_trace, computation_trace)
         whole = _annotated(computation_trace, found)
         for pro, _, layout in found:
-            _check_local_shape(prologue_trace, pro, local_shape(*layout[:2]))
+            _check_local_shape(prologue_trace, pro, local_shape(layout.sharding, layout.shape))
         return prologue_trace, whole, epilogue_trace
 
     def _check_executor(self, executors: Sequence[Any]) -> None:
@@ -148,7 +153,7 @@ class MeshSplit(Transform):
                 self.line,
             )  # fmt: skip
 
-    def _found(self, prologue: Any, computation: Any) -> list[tuple[TensorProxy, TensorProxy, Any]]:
+    def _found(self, prologue: Any, computation: Any) -> list[tuple[TensorProxy, TensorProxy, Layout]]:
         """(in the prologue, in the computation, layout) of each weight that is cut."""
         producers = utils.producers(prologue)
         found = []
@@ -159,6 +164,15 @@ class MeshSplit(Transform):
         return found
 
 
+def _check_rank(mesh: DeviceMesh, line: SourceLine) -> None:
+    world = World.current()
+    if world.size > 1 and world.rank not in mesh.ranks:
+        raise user_error(
+            "MeshSplit: a mesh that this rank is not on", f"rank {world.rank} and {mesh}", "a mesh with this rank",
+            'Pass the sub-mesh of this rank: mesh["tp"] of init_device_mesh.', line,
+        )  # fmt: skip
+
+
 def _no_activations(name: str, line: SourceLine) -> Exception:
     return user_error(
         f"MeshSplit: the plan says how the result of {name} lies", "", "a plan of weights",
@@ -166,18 +180,18 @@ def _no_activations(name: str, line: SourceLine) -> Exception:
     )  # fmt: skip
 
 
-def _annotated(trace: Any, found: Sequence[tuple[TensorProxy, TensorProxy, Any]]) -> Any:
+def _annotated(trace: Any, found: Sequence[tuple[TensorProxy, TensorProxy, Layout]]) -> Any:
     """The trace with a mesh_split of each of these weights, which is what all else reads."""
     trace.push_scope([])
     first: dict[str, TensorProxy] = {}
     swaps = {}
     with tracectx(trace):
-        for pro, comp, (sharding, shape, name) in found:
+        for pro, comp, layout in found:
             for proxy in (pro, comp):
-                proxy._shape = local_shape(sharding, shape)
-            if name not in first:  # A tied weight is split once.
-                first[name] = mesh_split(comp, sharding, shape, name)
-            swaps[variableify(comp)] = first[name]
+                proxy._shape = local_shape(layout.sharding, layout.shape)
+            if layout.name not in first:  # A tied weight is split once.
+                first[layout.name] = mesh_split(comp, *layout)
+            swaps[variableify(comp)] = first[layout.name]
     splits = trace.pop_scope()
     made = from_trace(trace)
     unpacks = [b for b in trace.bound_symbols if b.sym.id is prims.PrimIDs.UNPACK_TRIVIAL]
