@@ -63,6 +63,10 @@ class MeshExecutor(FusionExecutor):
             self.register_supported(symbol, CHECKS.get(symbol))
         self.register_supported(SYMBOL, takes, grad_transform=gradient)
 
+    def can_execute_or_fuse(self, bsym: Any) -> bool:
+        """Thunder asks this before it takes our gradient of a symbol: attention that is written out has none."""
+        return self.can_execute(bsym) if bsym.sym.id == SYMBOL.id else super().can_execute_or_fuse(bsym)
+
     def get_fuel(self, amount: int = 1, /) -> bool:
         return True
 
