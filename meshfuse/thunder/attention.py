@@ -1,5 +1,7 @@
 """Attention of a trace as one op, forward and backward: the rule, and the gradient that Thunder is told."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from typing import Any

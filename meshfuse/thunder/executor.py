@@ -1,5 +1,7 @@
 """Thunder's executor: regions of a trace as definitions that run on a mesh."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import itertools

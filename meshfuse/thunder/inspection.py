@@ -1,5 +1,7 @@
 """What was planned for a function of thunder.jit."""
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from typing import Any

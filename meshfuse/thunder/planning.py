@@ -1,5 +1,7 @@
 """How the tensors between the regions of a trace lie: one plan of all regions, forward and backward."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping

@@ -4,6 +4,8 @@ In a trace a weight that is cut is *local*: this rank's shard. `mesh_split` make
 follows is written for whole tensors, and planned by meshfuse. `mesh_local` is the way back, as gradients take it.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -4,6 +4,8 @@ Values of a trace are whole tensors, or local ones: what a cut weight is before 
 makes, and what Thunder computes of these. Ops on local values stay torch's.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from collections import defaultdict

@@ -3,6 +3,8 @@
 A rule is called with a `Translation` and the prim's arguments, in which tensors are TensorViews.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """Symbols of a Thunder trace in ops of a definition."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence

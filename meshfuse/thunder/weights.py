@@ -1,5 +1,7 @@
 """`MeshSplit`: a Thunder transform that cuts the weights of a module over a mesh, and says so in its traces."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
