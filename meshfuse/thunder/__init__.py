@@ -12,9 +12,9 @@ Thunder executor that plans the trace between Thunder's own communication and ru
 from __future__ import annotations
 
 from .installed import ThunderMissing as ThunderMissing
-from .installed import check_installed
+from .installed import import_thunder
 
-check_installed()
+import_thunder()
 
 from .executor import executor as executor  # noqa: E402  # what follows imports Thunder
 from .inspection import bill as bill  # noqa: E402

@@ -1,8 +1,13 @@
-"""Whether Lightning Thunder is there, and the error that says what to install."""
+"""Importing Lightning Thunder: the error that says what to install, and what Thunder misses in newer versions of torch."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
+from collections.abc import Callable, Iterator
+
+import torch
 
 from ..errors import MeshfuseError, caller_line, user_error
 
@@ -19,3 +24,36 @@ def check_installed() -> None:
             "Run `pip install lightning-thunder==0.2.6`, or install meshfuse with the extra `thunder`.",
             caller_line(), ThunderMissing,
         )  # fmt: skip
+
+
+# Methods of named tensors, which torch 2.13 no longer has. Thunder 0.2.6 names them as it is imported, in a table of ops
+# that it calls by way of torch; it calls them only where a program does, which cannot be.
+GONE = ("align_as", "align_to", "has_names", "refine_names", "rename")
+
+
+def _gone(name: str) -> Callable[..., None]:
+    def method(*_: object, **__: object) -> None:
+        raise NotImplementedError(f"torch.Tensor.{name}: named tensors are no part of this version of torch")
+
+    method.__name__ = name  # Thunder compares it with the attribute's.
+    return method
+
+
+@contextlib.contextmanager
+def with_missing_names() -> Iterator[None]:
+    """In this context torch.Tensor has the methods that Thunder names and torch no longer has."""
+    missing = [name for name in GONE if not hasattr(torch.Tensor, name)]
+    for name in missing:
+        setattr(torch.Tensor, name, _gone(name))
+    try:
+        yield
+    finally:
+        for name in missing:
+            delattr(torch.Tensor, name)
+
+
+def import_thunder() -> None:
+    """Import Thunder, on versions of torch that it does not know as well. Raises ThunderMissing where there is none."""
+    check_installed()
+    with with_missing_names():
+        importlib.import_module("thunder")

@@ -75,12 +75,13 @@ def outcomes(folder: Path, with_meshfuse: bool, words: list[str]) -> dict[str, s
            "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
     env |= {"WITH_MESHFUSE": "1"} if with_meshfuse else {}
     files = [str(folder / f"{name}.py") for name in FILES]
-    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-rA", "--tb=line", "-p", "no:cacheprovider",
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-v", "--tb=line", "-p", "no:cacheprovider",
                "--timeout=200", "-o", "addopts=", "--rootdir", str(folder), *files, *words]  # fmt: skip
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
-    (folder / f"log-{with_meshfuse}.txt").write_text(done.stdout + done.stderr)
-    rows = re.findall(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (\S+::\S+)", done.stdout, re.MULTILINE)
-    return {name: outcome.lower() for outcome, name in rows}
+    log = folder / f"{'with' if with_meshfuse else 'without'}.txt"  # can be read while the tests run
+    with log.open("w") as file:
+        subprocess.run(command, env=env, cwd=folder, stdout=file, stderr=subprocess.STDOUT)
+    rows = re.findall(r"^(\S+::\S+) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)", log.read_text(), re.MULTILINE)
+    return {name: outcome.lower() for name, outcome in rows}
 
 
 def main() -> None:
