@@ -21,7 +21,7 @@ def test_the_error_says_what_to_install() -> None:
     with pytest.raises(ImportError) as error:
         importlib.import_module("meshfuse.thunder")
     assert isinstance(error.value, mf.MeshfuseError) and str(error.value).startswith(NEEDS)
-    with pytest.raises(ImportError, match="pip install lightning-thunder==0.2.6"):
+    with pytest.raises(ImportError, match=r"pip install lightning-thunder==0\.2\.6"):
         _ = mf.thunder
     assert "thunder" in dir(mf)
 

@@ -1,4 +1,4 @@
-"""Importing Lightning Thunder: the error that says what to install, and what Thunder misses in newer versions of torch."""
+"""Importing Lightning Thunder: the error that says what to install, and what newer versions of torch lack."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def check_installed() -> None:
         )  # fmt: skip
 
 
-# Methods of named tensors, which torch 2.13 no longer has. Thunder 0.2.6 names them as it is imported, in a table of ops
-# that it calls by way of torch; it calls them only where a program does, which cannot be.
+# Methods of named tensors, which torch 2.13 no longer has. Thunder 0.2.6 names them as it is imported, in a table of
+# torch's ops; it calls them where a program does, which cannot be.
 GONE = ("align_as", "align_to", "has_names", "refine_names", "rename")
 
 
