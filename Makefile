@@ -53,7 +53,8 @@ test: env test-nvfuser
 # Status 3: not to be had on this machine, said by tools/env.py in one line. CI has it, so there it is an error.
 test-nvfuser:
 	@python=$$($(ENV) nvfuser); status=$$?; \
-	if [ $$status -eq 0 ]; then $$python -m pytest -q $(PARALLEL) -m nvfuser tests/nvfuser; \
+	if [ $$status -eq 0 ]; then $$python -m pytest -q $(PARALLEL) -m nvfuser tests/nvfuser && \
+	$$python -m pytest -q -n 0 -m thunder tests/thunder; \
 	elif [ $$status -ne 3 ] || [ -n "$$CI" ]; then exit $$status; fi
 
 test-models: env

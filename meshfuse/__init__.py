@@ -47,7 +47,7 @@ _HOME = {
     "load": "checkpoint",
 }
 # Modules that users name in full. They are no part of `from meshfuse import *`, which would load them.
-_MODULES = ("costs", "nvfuser_direct", "session", "testing")
+_MODULES = ("costs", "nvfuser_direct", "session", "testing", "thunder")
 __all__ = [
     "ArgumentError",
     "CheckpointError",
@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     from . import nvfuser_direct as nvfuser_direct
     from . import session as session
     from . import testing as testing
+    from . import thunder as thunder
     from .checkpoint import load, save
     from .costs import Link, Machine
     from .definition.tensor_view import TensorView, Val

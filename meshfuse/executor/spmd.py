@@ -340,16 +340,21 @@ def gather_output(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
+    ranks: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """A global tensor on every rank of the world, from the shards on its mesh; shards are padded to one size."""
+    """A global tensor on every rank of the world, from the shards on its mesh; shards are padded to one size.
+
+    ranks: those that call this and get it, all of the mesh among them; without any, those of the world.
+    """
+    everywhere = ranks or world.all_ranks
     count = sharding.max_local_numel(shape)
     mine = torch.zeros(count, dtype=dtype, device=device)
     if local is not None:
         mine[: local.numel()] = local.reshape(-1)
-    everyone = torch.empty(count * world.size, dtype=dtype, device=device)
-    world.group(world.all_ranks, "outputs").all_gather(everyone, mine).wait()
+    everyone = torch.empty(count * len(everywhere), dtype=dtype, device=device)
+    world.group(everywhere, "outputs").all_gather(everyone, mine).wait()
     shards: dict[int, torch.Tensor] = {}
     for rank in sharding.mesh.ranks:
-        part = sharding.local_shape(shape, rank)
-        shards[rank] = everyone[rank * count : rank * count + math.prod(part)].view(part)
+        part, place = sharding.local_shape(shape, rank), everywhere.index(rank)
+        shards[rank] = everyone[place * count : place * count + math.prod(part)].view(part)
     return unshard(shards, sharding, shape)

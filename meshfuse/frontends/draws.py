@@ -13,10 +13,12 @@ class GeneratorDraws:
     """Draws one seed for each forward from torch's default generator, so that torch.manual_seed repeats a run.
 
     All ranks must draw alike, which they do that were seeded alike: draws 1, 2, 4, 8, ... are compared.
+
+    ranks: those that must; without any, all of the job.
     """
 
-    def __init__(self) -> None:
-        self._count = 0
+    def __init__(self, ranks: tuple[int, ...] = ()) -> None:
+        self._count, self._ranks = 0, ranks
 
     def __call__(self) -> int:
         """The next seed. Raises RankError where ranks drew different ones."""
@@ -26,5 +28,6 @@ class GeneratorDraws:
         if world.size > 1 and self._count & (self._count - 1) == 0:
             do = "Seed torch alike on every rank (torch.manual_seed(0)); its generator chooses what dropout drops."
             what = "the state of torch's random generator"
-            world.rendezvous.check_same(str(seed), what, world.all_ranks, lambda: f"seed {seed}", do)
+            ranks = self._ranks or world.all_ranks
+            world.rendezvous.check_same(str(seed), what, ranks, lambda: f"seed {seed}", do)
         return seed

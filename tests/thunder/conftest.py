@@ -1,0 +1,39 @@
+"""Tests of Lightning Thunder, run in the second environment by `make test`: the main one has no Thunder."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
+
+from rank_pool import RankPool
+
+collect_ignore_glob = [] if importlib.util.find_spec("thunder") is not None else ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.thunder)
+
+
+@pytest.fixture(scope="session")
+def ranks2() -> Iterator[RankPool]:
+    """Two ranks, started once per session."""
+    pool = RankPool(2, 120)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def ranks4() -> Iterator[RankPool]:
+    """Four ranks, started once per session."""
+    pool = RankPool(4, 120)
+    yield pool
+    pool.close()
