@@ -19,7 +19,8 @@ class ThunderMissing(MeshfuseError, ImportError):
 
 def check_installed() -> None:
     """Raises ThunderMissing where there is no Thunder."""
-    if importlib.util.find_spec("thunder") is None:
+    found = importlib.util.find_spec("thunder")
+    if found is None or found.origin is None:  # A folder of that name is no package.
         raise user_error(
             "mf.thunder", "no package thunder", "Lightning Thunder 0.2.6",
             "Run `pip install lightning-thunder==0.2.6`, or install meshfuse with the extra `thunder`.",
