@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
 
-from ..errors import MeshfuseError, caller_line, user_error
+from ..errors import MeshfuseError, line_in_script, user_error
 
 
 class ThunderMissing(MeshfuseError, ImportError):
@@ -18,11 +19,12 @@ class ThunderMissing(MeshfuseError, ImportError):
 
 def check_installed() -> None:
     """Raises ThunderMissing where there is no Thunder."""
-    if importlib.util.find_spec("thunder") is None:
+    found = importlib.util.find_spec("thunder")
+    if found is None or found.origin is None:  # A folder of that name is no package.
         raise user_error(
             "mf.thunder", "no package thunder", "Lightning Thunder 0.2.6",
             "Run `pip install lightning-thunder==0.2.6`, or install meshfuse with the extra `thunder`.",
-            caller_line(), ThunderMissing,
+            line_in_script(sys._getframe(1), ("importlib",)), ThunderMissing,
         )  # fmt: skip
 
 
