@@ -6,6 +6,7 @@ The names below are loaded when they are first used: importing meshfuse loads ne
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -135,4 +136,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_MODULES, "__version__"])
+    found = importlib.util.find_spec("thunder")
+    missing = {"thunder"} if found is None or found.origin is None else set[str]()  # Getting it would be an error.
+    return sorted([*__all__, *(name for name in _MODULES if name not in missing), "__version__"])

@@ -78,6 +78,7 @@ def test_what_pages_and_docstrings_name_is_there_after_a_plain_import_of_meshfus
     found = {name[1:] for page in pages for name in NAMED.findall(page.read_text())}
     quoted = re.compile(r"`(?:meshfuse|mf)((?:\.[A-Za-z_]\w*)+)")
     found |= {name[1:] for path in (ROOT / "meshfuse").rglob("*.py") for name in quoted.findall(path.read_text())}
+    found -= {name for name in found if name.split(".")[0] == "thunder"}  # not installed; tests/thunder has them
     assert {"FusionDefinition", "nvfuser_direct", "testing.check_op", "costs.MACHINES"} <= found
     run("-c", NAMES, *sorted(found, key=str.swapcase))
 
