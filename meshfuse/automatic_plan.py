@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .compiler import compile_sharded, decided, graph_to_plan
+from .compiler import compile_sharded, decided, graph_to_plan, made_at_peak
 from .definition.recording import Recording
 from .errors import SourceLine, user_error
 from .graph import Graph
@@ -25,7 +25,6 @@ from .planner.place_inputs import place_inputs
 from .planner.prices import Prices
 from .planner.reshard_costs import whole_axes
 from .plans.within_memory import fastest_within
-from .reshard.rematerialize import peak
 from .sharding.layout import Layout, axes
 from .sharding.value import Sharding
 
@@ -81,7 +80,7 @@ class _Found:
 
     shardings: dict[int, Sharding]
     seconds: float
-    memory: int
+    memory: float
     held: frozenset[int]
 
 
@@ -125,11 +124,8 @@ class _Search:
         ends = {i: placed[of] for i, of in opened.follow.items()}
         plan = decided(self.graph.annotated(placed | ends), self.mesh, self.effort)
         compiled = compile_sharded(plan, self.max_memory)
-        found = peak(compiled.resharded)
-        tensors = {compiled.resharded.values[v].tensor for v in found.held}
-        made = {i for node in self.graph.nodes for i in node.outputs} - opened.follow.keys()
-        held = frozenset([i for i in tensors & made if compiled.graph.tensors[i].type == self.graph.tensors[i].type])
-        return _Found(placed, plan.seconds, found.nbytes, held)
+        held = made_at_peak(self.graph, compiled) - opened.follow.keys()
+        return _Found(placed, compiled.seconds, compiled.memory, held)
 
 
 def _without_implied(graph: Graph) -> Graph:

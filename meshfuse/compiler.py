@@ -160,15 +160,20 @@ def _within(
 
     What ops make, and the program without a bound holds when it holds most, has a price.
     """
-    there = {free.resharded.values[v].tensor for v in peak(free.resharded).held}
-    held = there.intersection(*[[i for node in graph.nodes for i in node.outputs]])
+    held = made_at_peak(graph, free)
 
     def at(price: float) -> CompiledProgram:
-        plan = decided(graph, default_mesh, effort, OpenInputs(held=frozenset(held), price=price))
+        plan = decided(graph, default_mesh, effort, OpenInputs(held=held, price=price))
         return compile_sharded(plan, max_memory, borders=borders)
 
     found = fastest_within(max_memory, free, at) if effort is not Effort.FOLLOW else None
     return free if found is None else found
+
+
+def made_at_peak(graph: Graph, compiled: CompiledProgram) -> frozenset[int]:
+    """Of what a graph's ops make, what is in memory when a rank holds most. (Rewritings keep tensors' numbers.)"""
+    there = {compiled.resharded.values[v].tensor for v in peak(compiled.resharded).held}
+    return frozenset(there.intersection(i for node in graph.nodes for i in node.outputs))
 
 
 def _with_ends(graph: Graph, compiled: CompiledProgram, borders: Borders) -> Graph:

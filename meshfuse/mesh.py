@@ -105,7 +105,8 @@ class DeviceMesh:
         axes = dict(zip(names, shape, strict=True))
         with located(line):
             costs = read_costs(axes, coordinates, links, flops, memory)
-            usual = read_costs(axes, coordinates, None, None, None)
+            given = (links, flops, memory) != (None, None, None)
+            usual = read_costs(axes, coordinates, None, None, None) if given else costs
         self.links, self.flops, self.memory = costs
         self.uniform = len(set(self.links)) == 1
         # By what they are and not by whether they were given: equal meshes stand for one another.

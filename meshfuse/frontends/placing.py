@@ -143,7 +143,7 @@ def place_parameters(module: nn.Module, places: Places) -> dict[str, Place]:
     Parameters on meta get memory without numbers. Those that have some must be the same on every rank: RankError
     where they differ.
     """
-    _check_same(module)
+    check_same_weights(module, World.current().all_ranks, "every rank")
     places.shapes.update((name, tuple(p.shape)) for name, p in module.named_parameters())
     found = {name: places.of_parameter(name, p.shape) for name, p in module.named_parameters()}
     made: dict[int, nn.Parameter] = {}
@@ -170,12 +170,16 @@ def _placed(parameter: nn.Parameter, place: Place, device: torch.device) -> nn.P
     return nn.Parameter(place.wrapped(local, shape), requires_grad=parameter.requires_grad)
 
 
-def _check_same(module: nn.Module) -> None:
+def check_same_weights(module: nn.Module, ranks: Sequence[int], who: str) -> None:
+    """Raises RankError where ranks have different parameters: they would be parts of different models.
+
+    who: those ranks in words.
+    """
     world = World.current()
     if world.size == 1:
         return
     real = [(name, p) for name, p in module.named_parameters() if not p.is_meta]
     text = "\n".join(f"{name}: {tuple(p.shape)} {p.dtype}, a sum of bits of {sum_of_bits(p)}" for name, p in real)
-    do = "Call torch.manual_seed with the same number on every rank before the model is made, or load it."
+    do = f"Call torch.manual_seed with the same number on {who} before the model is made, or load it."
     what = "the parameters of the module"
-    world.rendezvous.check_same(digest_of(text), what, world.all_ranks, lambda: text, do)
+    world.rendezvous.check_same(digest_of(text), what, tuple(ranks), lambda: text, do)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 
 from ..costs import computation
 from ..graph import Graph, Node
 from ..ops.opdef import Call
 from ..ops.values import TensorType
+from ..reshard.steps import group_size
 from ..sharding.value import Sharding
 from .factors import Placement
 
@@ -71,4 +71,4 @@ def _operations(call: Call) -> float:
 @functools.lru_cache(maxsize=1 << 14)
 def _ranks(sharding: Sharding) -> int:
     """Over how many ranks a tensor is split."""
-    return math.prod(split.size or 1 for split in sharding.splits)
+    return group_size(sharding.splits)

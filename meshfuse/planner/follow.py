@@ -26,13 +26,13 @@ from ..placement.factors import (
 )  # fmt: skip
 from ..placement.options import Choice, Source, op_seconds
 from ..placement.roofline import stored_by, stored_tensors
+from ..reshard.steps import group_size
 from ..sharding import layout as lay
-from ..sharding.layout import WHOLE, Layout
+from ..sharding.layout import WHOLE
 from ..sharding.value import Sharding
 from .answer import Optimum
+from .special_layouts import Dims, tensors_of
 from .stationary import check_stationary, stationary_axes
-
-Dims = tuple[Layout, ...]
 
 
 def followed(graph: Graph, default_mesh: DeviceMesh) -> Optimum:
@@ -113,7 +113,7 @@ class _Follow:
     def _open_tensors(self, node: Node) -> Iterator[tuple[int, DimFactors, tuple[int, ...]]]:
         """The tensors of an op that are on its mesh, and are not annotated; each with its dims' factors and shape."""
         mesh, notes = self.meshes[node.id], self.graph.annotations
-        yield from (row for row in _tensors(node) if row[0] not in notes and self.lies_on[row[0]] == mesh)
+        yield from (row for row in tensors_of(node) if row[0] not in notes and self.lies_on[row[0]] == mesh)
 
     def _dims(self, tensor: int, shape: Sequence[int]) -> Dims:
         return self.dims.get(tensor, (WHOLE,) * len(shape))
@@ -121,7 +121,7 @@ class _Follow:
     def _votes(self, node: Node, without: int | None = None) -> list[Layouts]:
         """What an op's tensors say of its factors, in the order in which they decide."""
         mesh, rows = self.meshes[node.id], list[tuple[tuple[int, ...], Layouts]]()
-        for place, (tensor, factors, shape) in enumerate(_tensors(node)):
+        for place, (tensor, factors, shape) in enumerate(tensors_of(node)):
             dims = self._dims(tensor, shape)
             if tensor != without and self.lies_on[tensor] == mesh:
                 is_result, size = place >= len(node.inputs), self.graph.tensors[tensor].type.nbytes
@@ -133,7 +133,7 @@ class _Follow:
     def _placement(self, node: Node) -> Placement:
         """Where an op is computed: its results as they are known, and reductions as the operands are."""
         mesh, rule = self.meshes[node.id], node.rule
-        made = [row for row in _tensors(node) if row[0] in node.outputs and self.lies_on[row[0]] == mesh]
+        made = [row for row in tensors_of(node) if row[0] in node.outputs and self.lies_on[row[0]] == mesh]
         results = [layouts_of(rule, factors, shape, self._dims(i, shape)) for i, factors, shape in made]
         wanted = merged([self._reductions(node), *results, *self._votes(node)])
         for layouts in (wanted, without_reductions(rule, wanted), (WHOLE,) * len(rule.factors)):
@@ -170,14 +170,6 @@ class _Follow:
         return tuple(out)
 
 
-def _tensors(node: Node) -> Iterator[tuple[int, DimFactors, tuple[int, ...]]]:
-    """An op's operands and results: each one's number, the factors of its dims, and its shape."""
-    for i, factors, ttype in zip(node.inputs, node.rule.operands, node.call.types, strict=True):
-        yield i, factors, ttype.shape
-    for i, factors, ttype in zip(node.outputs, node.rule.results, node.call.results, strict=True):
-        yield i, factors, ttype.shape
-
-
 def _passes_all(node: Node) -> bool:
     """Whether an op only passes its dims on, as ops do that work element by element."""
     return all(factor.kind is FactorKind.PASS for factor in node.rule.factors) and len(
@@ -193,10 +185,7 @@ def _of_tensor(layouts: Layouts, factors: DimFactors) -> Layouts:
 
 def _axes(dims: Dims) -> int:
     """Over how many ranks a tensor lies."""
-    ways = 1
-    for layout in dims:
-        ways *= lay.extent(tuple(lay.axes(layout)))
-    return ways
+    return group_size([axis for layout in dims for axis in lay.axes(layout)])
 
 
 def _source(node: Node, placement: Placement, shardings: Mapping[int, Sharding]) -> Source:

@@ -194,6 +194,10 @@ class Program:
         sets = [tuple(dict.fromkeys([p.operands[place] for place in places])) for p in self.labels[node].placements]
         return Needs(*classes_of(sets))
 
+    def _needs_of(self, tensor: int) -> dict[int, Needs]:
+        """The same by op that decides for some readers."""
+        return {self.frame.deciders[node]: self._needs(tensor, node) for node in self.frame.readers.get(tensor, ())}
+
     def _read(self, have: Shardings, needs: Needs, tensor: int) -> Costs:
         """[have, needs]: bringing a tensor to where a reader needs it."""
         each = tuple(dict.fromkeys(s for need in needs.sets for s in need))
@@ -253,11 +257,11 @@ class Program:
         """An input that may lie in several places: it takes memory there, and some outputs are left where it lies."""
         frame, places = self.frame, self.frame.opened.places[tensor]
         followers, times = frame.opened.followers(tensor), frame.tensors[tensor]
-        if self.homes or not frame.readers.get(tensor):
-            at = self._open_home(tensor, variable)
+        if self.homes:
+            self._settle(tensor, variable, (places, None), self._needs_of(tensor), ())
         else:
             self._share(tensor, variable, places, None)
-            at = np.repeat(np.arange(len(places)), len(self.costs.costs[variable]) // len(places))
+        at = np.repeat(np.arange(len(places)), len(self.costs.costs[variable]) // len(places))
         types = tuple([self.ttype(i) for i in (tensor, *followers)])
         self.costs.add_costs(variable, frame.opened.seconds(places, types)[at] * times)
         for i in followers:
@@ -267,17 +271,6 @@ class Program:
                 (self.variables[node], variable), self._table(have, places, i) * times, made, Classes(at, len(places))
             )
             self.costs.edges.append(edge)
-
-    def _open_home(self, tensor: int, variable: int) -> np.ndarray:
-        """Of an open input that every reader takes from where it lies, by label its place."""
-        frame, places = self.frame, self.frame.opened.places[tensor]
-        self.shared[tensor] = Home(variable, places)
-        self.costs.costs[variable] = by_preference([*map(sharding_key, places)]) * own(frame.numbers[tensor])
-        numbered, readers = Classes(np.arange(len(places)), len(places)), frame.readers_of(tensor)
-        for node, need in {frame.deciders[n]: self._needs(tensor, n) for n in frame.readers.get(tensor, ())}.items():
-            table = self._read(places, need, tensor) * (frame.tensors[tensor] * readers[node])
-            self.costs.edges.append(Between((variable, self.variables[node]), table, numbered, need.classes))
-        return numbered.of
 
     def _pass_given(self, tensor: int) -> None:
         """An input, or an annotated tensor, with one reader."""
@@ -299,7 +292,7 @@ class Program:
 
     def _share(self, tensor: int, variable: int, have: Shardings, made: Classes | None) -> None:
         """A tensor whose readers may share a copy."""
-        needs = {self.frame.deciders[node]: self._needs(tensor, node) for node in self.frame.readers[tensor]}
+        needs = self._needs_of(tensor)
         copies = self._copies(tensor, needs)
         if self.homes:
             self._settle(tensor, variable, (have, made), needs, copies)

@@ -92,7 +92,7 @@ class SpecialLayouts:
             self._followed[key] = tuple([
                 (place, tensor_layouts(node.rule, factors, shape, layouts) or ())
                 for layouts in self._asked(node)
-                for place, (_, factors, shape) in enumerate(_tensors(node))
+                for place, (_, factors, shape) in enumerate(tensors_of(node))
             ])  # fmt: skip
         for place, dims in self._followed[key]:
             self.add(tensors[place], dims)
@@ -111,7 +111,7 @@ class SpecialLayouts:
         return self.dims.get(self.alike[tensor], ())
 
     def _asked(self, node: Node) -> Iterator[Layouts]:
-        for tensor, factors, shape in _tensors(node):
+        for tensor, factors, shape in tensors_of(node):
             for dims in self._dims_of(tensor):
                 yield representable(node.rule, layouts_of(node.rule, factors, shape, dims))
 
@@ -133,7 +133,7 @@ def _gathered(dims: Dims, shape: Sequence[int]) -> Iterator[Dims]:
                 yield tuple([lay.canonical(left, n) if e == d else other for e, other in enumerate(dims)])
 
 
-def _tensors(node: Node) -> list[tuple[int, DimFactors, tuple[int, ...]]]:
+def tensors_of(node: Node) -> list[tuple[int, DimFactors, tuple[int, ...]]]:
     """An op's operands and results: each one's number, the factors of its dims, and its shape."""
     rule, call = node.rule, node.call
     sides = ((node.inputs, rule.operands, call.types), (node.outputs, rule.results, call.results))

@@ -18,9 +18,9 @@ from ..argument_checks import check_flags
 from ..definition.annotation import layouts_of_spec
 from ..definition.checks import checked_mesh
 from ..errors import SourceLine, caller_line, located, user_error
-from ..executor.spmd import gather_output, sum_of_bits
+from ..executor.spmd import gather_output
+from ..frontends.placing import check_same_weights
 from ..frontends.plans import ModulePlan, module_plan
-from ..host_ir import digest_of
 from ..mesh import DeviceMesh
 from ..runtime.world import World
 from ..sharding.data import shard
@@ -61,7 +61,7 @@ class MeshSplit(Transform):
             if plan.outputs:
                 raise _no_activations(next(iter(plan.outputs)), self.line)
             self.layouts = self._layouts(model, plan)
-            self._check_same(model)
+            check_same_weights(model, sorted(self.mesh.ranks), "these ranks")
         made: dict[int, nn.Parameter] = {}
         for name in self.layouts:
             parameter = model.get_parameter(name)
@@ -94,17 +94,6 @@ class MeshSplit(Transform):
     def _shard(self, whole: torch.Tensor, sharding: Sharding) -> torch.Tensor:
         world = World.current()
         return whole if world.size == 1 else shard(whole, sharding, world.rank)
-
-    def _check_same(self, model: Any) -> None:
-        """Raises RankError where ranks of the mesh have different weights: they would be parts of different models."""
-        world = World.current()
-        if world.size == 1:
-            return
-        real = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
-        text = "\n".join(f"{name}: {tuple(p.shape)} {p.dtype}, a sum of bits of {sum_of_bits(p)}" for name, p in real)
-        do = "Call torch.manual_seed with the same number on these ranks before the model is made, or load it."
-        what, ranks = "the parameters of the module", tuple(sorted(self.mesh.ranks))
-        world.rendezvous.check_same(digest_of(text), what, ranks, lambda: text, do)
 
     # state dicts
 
