@@ -8,7 +8,7 @@ them is freed after its use.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from ..gc_pause import no_collection
 from ..mesh import DeviceMesh
 from ..sharding.value import Sharding
 from .activations import outputs_of_modules
+from .backward_parts import Part, parts_of
 from .capture import Captured, Source
 from .cut import Cut, cut
 from .lines import line_of
@@ -48,6 +49,8 @@ class Setting:
     free: whether results lie as the plan leaves them, rather than whole but for the batch.
     replicate: whether ops without a rule are computed whole on every rank.
     line: the user's, of annotations.
+    ends: by place of a result how it is cut, where that is said.
+    is_split: whether the backward comes in two parts, the gradients of arguments first.
     """
 
     plan: ModulePlan
@@ -61,6 +64,8 @@ class Setting:
     free: bool = False
     replicate: bool = False
     max_memory: float | None = None
+    ends: Mapping[int, Spec] = field(default_factory=dict)
+    is_split: bool = False
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -71,7 +76,8 @@ class Setting:
 class Half:
     """A definition for one half.
 
-    inputs: what each of its inputs is; a saved tensor has the kind "saved", and its number.
+    inputs: what each of its inputs is; a saved tensor has the kind "saved", and its number; one that the first part of
+        a backward hands to the second the kind "held".
     outputs: what each of its outputs is, in the same words.
     """
 
@@ -86,6 +92,7 @@ class Step:
 
     results: the shardings of the forward's outputs.
     saved: how many tensors the forward hands to the backward.
+    rest: of a backward in two parts the second.
     """
 
     forward: Half
@@ -93,6 +100,12 @@ class Step:
     joint: TracedDefinition
     results: tuple[Sharding, ...]
     saved: int
+    rest: Half | None = None
+
+    @property
+    def halves(self) -> list[Half]:
+        """All that there are."""
+        return [half for half in (self.forward, self.backward, self.rest) if half is not None]
 
 
 def planned(graph: Captured, setting: Setting) -> Step:
@@ -113,10 +126,14 @@ class _Planner:
         self.cut: Cut = cut(graph, self.masks, setting.max_memory is not None)
         self.activations = outputs_of_modules(graph.module.graph, setting.plan.outputs, self.cut.forward)
         self.sources = dict(graph.inputs)
-        self._specs = {source.place: self._result_spec(node) for node, source in self._results()}
+        self.parts = parts_of(graph, self.cut, self._read, setting.is_split) if self.cut.backward else []
+        self.held = [node for part in self.parts for node in part.given]
+        self._specs = {source.place: self._result_spec(node, source.place) for node, source in self._results()}
 
-    def _result_spec(self, node: Node) -> Spec | None:
+    def _result_spec(self, node: Node, place: int) -> Spec | None:
         """How a result lies; None for as the plan leaves it."""
+        if place in self.setting.ends:
+            return self.setting.ends[place]
         shape = self.sizes.shape(node.meta["val"])
         whole = (None,) * len(shape)
         if not shape or (self.setting.free and _is_float(node)):
@@ -128,8 +145,14 @@ class _Planner:
         joint, shardings = self._joint()
         forward = self._forward(shardings)
         results = tuple(forward.fd.output_shardings())
-        backward = self._backward(results[len(results) - len(self.cut.saved) :]) if self.cut.backward else None
-        return Step(forward, backward, joint, results, len(self.cut.saved))
+        saved = results[len(results) - len(self.cut.saved) :]
+        halves: list[Half] = []
+        held: Sequence[Sharding] = ()
+        for part in self.parts:
+            halves.append(self._backward(part, saved, held, shardings))
+            held = halves[-1].fd.output_shardings()[len(part.ends) :] if part.given else ()
+        backward, rest = (*halves, None, None)[:2]
+        return Step(forward, backward, joint, results, len(self.cut.saved), rest)
 
     # the joint definition
 
@@ -143,7 +166,9 @@ class _Planner:
         self._finish_forward(made, kept=False)
         made.write(self.cut.again)
         made.write(self.cut.backward)
-        self._finish_backward(made)
+        kept |= {node: made.values[node] for node in self.held}
+        for part in self.parts:
+            self._finish_backward(made, part)
         compiled = made.fd.compile()
         left = compiled.output_shardings()
         found = {node: compiled.sharded.shardings.get(view.id) for node, view in kept.items()}
@@ -180,23 +205,38 @@ class _Planner:
         """Have tensors lie as in the joint plan, unless they are inputs or annotated."""
         taken = set(made.fd.recording.input_tensors())
         for node, sharding in shardings.items():
+            if node not in made.values:
+                continue
             view = made.values[node]
             if view.id not in taken and not made.fd.recording.is_annotated(view.id):
                 annotating.shard(made.fd.recording, view.id, sharding, None, self.setting.line)
 
-    def _backward(self, shardings: Sequence[Sharding]) -> Half:
+    def _backward(
+        self, part: Part, saved: Sequence[Sharding], held: Sequence[Sharding], shardings: Mapping[Node, Sharding]
+    ) -> Half:
         made = self._writer(_HALVES)
         taken: list[Source] = []
-        for place, (node, sharding) in enumerate(zip(self.cut.saved, shardings, strict=True)):
-            view = made.input(node, self._line(f"saved.{node.name}"))
-            annotating.shard(made.fd.recording, view.id, sharding, None, self.setting.line)
+        for place in part.saved:
+            self._take_as(made, self.cut.saved[place], saved[place], "saved")
             taken.append(Source("saved", place=place))
-        reads = [node for node in self.cut.reads if _is_tensor(node)]
+        for place, (node, sharding) in enumerate(zip(part.taken, held, strict=True)):
+            self._take_as(made, node, sharding, "held")
+            taken.append(Source("held", place=place))
+        reads = [node for node in part.reads if _is_tensor(node)]
         self._take(made, reads)
-        made.write(self.cut.again)
-        made.write(self.cut.backward)
-        outputs = self._finish_backward(made)
+        made.write(part.again)
+        made.write(part.nodes)
+        outputs = self._finish_backward(made, part)
+        for place, node in enumerate(part.given):
+            made.fd.add_output(made.values[node])
+            outputs.append(Source("held", place=place))
+        self._annotate_as(made, {node: shardings[node] for node in part.given if node in shardings})
         return Half(made.fd, (*taken, *(self.sources[node] for node in reads)), tuple(outputs))
+
+    def _take_as(self, made: Translator, node: Node, sharding: Sharding, kind: str) -> None:
+        """Define an input that another half hands over, as it lies."""
+        view = made.input(node, self._line(f"{kind}.{node.name}"))
+        annotating.shard(made.fd.recording, view.id, sharding, None, self.setting.line)
 
     # parts of definitions
 
@@ -306,13 +346,10 @@ class _Planner:
         wanted = view.dtype if dtype is None else from_torch(dtype)
         return view if view.dtype is wanted else made.fd.ops.cast(view, wanted)
 
-    def _finish_backward(self, made: Translator) -> list[Source]:
-        outputs: list[Source] = []
-        for node, source in self.graph.of_kind("gradient"):
-            if node is not None:
-                self._end(made, node, source, self._name(source))
-                outputs.append(source)
-        return outputs
+    def _finish_backward(self, made: Translator, part: Part) -> list[Source]:
+        for node, source in part.ends:
+            self._end(made, node, source, self._name(source))
+        return [source for _, source in part.ends]
 
 
 def _is_tensor(node: Node) -> bool:

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as values, models cut into stages, and steps of micro-batches over ranks."""

@@ -1,0 +1,244 @@
+"""A pipeline's schedule as a value: for every rank the order in which it works off stages and micro-batches.
+
+A stage is a stretch of layers, counted from the input. Of a stage and a micro-batch there is a forward `F`, and either
+a whole backward `B`, or its two parts: `I` for the gradients of what the stage received, which the stage before waits
+for, and `W` for those of its weights, for which nobody waits (Qi et al. 2024, "Zero Bubble Pipeline Parallelism").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...errors import MeshfuseError, user_error
+
+FORWARD, BACKWARD, OF_INPUTS, OF_WEIGHTS = "F", "B", "I", "W"
+KINDS = {FORWARD: "forward", BACKWARD: "backward", OF_INPUTS: "input gradient", OF_WEIGHTS: "weight gradient"}
+UNIT = {FORWARD: 1.0, BACKWARD: 2.0, OF_INPUTS: 1.0, OF_WEIGHTS: 1.0}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One piece of work: a kind of `KINDS`, of a stage, for a micro-batch."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.microbatch}"
+
+    def in_words(self) -> str:
+        """What an error calls it."""
+        return f"the {KINDS[self.kind]} of stage {self.stage}, micro-batch {self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """An action with the times at which it begins and ends, in the units of the durations it was played with."""
+
+    action: Action
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What each rank of a pipeline does, in order.
+
+    orders: by rank its actions.
+    Printing one shows a picture: a row for each rank, a column for each unit of time, with a forward of one unit and a
+    whole backward of two; small letters are of odd micro-batches where a stage is not the only one of its rank.
+    """
+
+    name: str
+    orders: tuple[tuple[Action, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks work."""
+        return len(self.orders)
+
+    @property
+    def actions(self) -> list[Action]:
+        """All actions."""
+        return [action for order in self.orders for action in order]
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return 1 + max(action.stage for action in self.actions)
+
+    @property
+    def microbatches(self) -> int:
+        """How many micro-batches a step has."""
+        return 1 + max(action.microbatch for action in self.actions)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether backwards come in two parts."""
+        return any(action.kind == OF_INPUTS for action in self.actions)
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that has a stage."""
+        return next(r for r, order in enumerate(self.orders) if any(a.stage == stage for a in order))
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a rank, from the first."""
+        return sorted({action.stage for action in self.orders[rank]})
+
+    def verify(self) -> None:
+        """Raises DefinitionError, naming the action, if it cannot be worked off.
+
+        Every stage needs one rank, with one forward and one backward (or both of its parts) for each micro-batch, and
+        no rank may wait for itself, over however many others.
+        """
+        _check_complete(self)
+        self.played()
+
+    def played(self, durations: Mapping[str, float] = UNIT) -> tuple[tuple[Timed, ...], ...]:
+        """By rank its actions in time, each as early as its order and what it needs allow.
+
+        Raises DefinitionError where ranks wait for each other in a circle.
+        """
+        found, places, ends = self._played(durations)
+        if len(ends) < len(self.actions):
+            raise self._circle(places, ends)
+        return tuple(map(tuple, found))
+
+    def is_free_of_circles(self) -> bool:
+        """Whether no rank waits for itself, over however many others."""
+        return len(self._played(UNIT)[2]) == len(self.actions)
+
+    def _played(self, durations: Mapping[str, float]) -> tuple[list[list[Timed]], list[int], dict[Action, float]]:
+        """(by rank its actions in time, by rank how many it did, when each ended) as far as ranks can go on."""
+        ends: dict[Action, float] = {}
+        places, clocks = [0] * self.ranks, [0.0] * self.ranks
+        found: list[list[Timed]] = [[] for _ in self.orders]
+        moved = True
+        while moved:
+            moved = False
+            for rank, order in enumerate(self.orders):
+                while places[rank] < len(order) and all(n in ends for n in self.needs(order[places[rank]])):
+                    action = order[places[rank]]
+                    begin = max([clocks[rank], *(ends[n] for n in self.needs(action))])
+                    clocks[rank] = ends[action] = begin + durations[action.kind]
+                    found[rank].append(Timed(action, begin, clocks[rank]))
+                    places[rank], moved = places[rank] + 1, True
+        return found, places, ends
+
+    def needs(self, action: Action) -> list[Action]:
+        """What must be done before an action, on whichever rank."""
+        stage, number, last = action.stage, action.microbatch, self.stages - 1
+        back = OF_INPUTS if self._is_split_at(stage, number) else BACKWARD
+        if action.kind == FORWARD:
+            return [Action(FORWARD, stage - 1, number)] if stage else []
+        if action.kind == OF_WEIGHTS:
+            return [Action(back, stage, number)]
+        after = OF_INPUTS if stage < last and self._is_split_at(stage + 1, number) else BACKWARD
+        return [Action(FORWARD, stage, number), *([Action(after, stage + 1, number)] if stage < last else [])]
+
+    def _is_split_at(self, stage: int, number: int) -> bool:
+        return Action(OF_INPUTS, stage, number) in _set_of(self)
+
+    def _circle(self, places: Sequence[int], ends: Mapping[Action, float]) -> MeshfuseError:
+        waits = [
+            f"rank {rank} waits with {order[at]} for {next(str(n) for n in self.needs(order[at]) if n not in ends)}"
+            for rank, (order, at) in enumerate(zip(self.orders, places, strict=True))
+            if at < len(order)
+        ]
+        return user_error(
+            f"schedule {self.name}: ranks wait for each other in a circle", "; ".join(waits),
+            "an order in which each action comes after what it needs", "Move what is waited for to the front.",
+        )  # fmt: skip
+
+    def makespan(self, durations: Mapping[str, float] = UNIT) -> float:
+        """How long a step takes, in the units of the durations of each kind of action."""
+        return max(rank[-1].end for rank in self.played(durations) if rank)
+
+    def bubble(self, durations: Mapping[str, float] = UNIT) -> float:
+        """The share of the step in which a rank has nothing to do, over all ranks."""
+        whole = self.makespan(durations) * self.ranks
+        return 1 - sum(durations[action.kind] for action in self.actions) / whole
+
+    def in_flight(self, rank: int) -> int:
+        """The most stages' forwards that a rank holds at once, whose backward is not done."""
+        held = most = 0
+        for action in self.orders[rank]:
+            held += {FORWARD: 1, BACKWARD: -1, OF_WEIGHTS: -1, OF_INPUTS: 0}[action.kind]
+            most = max(most, held)
+        return most
+
+    def __str__(self) -> str:
+        whole = self.makespan()
+        rows = [f"rank {rank} {_row(timed, self)}" for rank, timed in enumerate(self.played())]
+        held = ", ".join(str(self.in_flight(rank)) for rank in range(self.ranks))
+        head = f"{self.name}: {self.stages} stages on {self.ranks} ranks, {self.microbatches} micro-batches"
+        tail = f"{self.bubble():.0%} of {whole:g} units idle; forwards held at once, by rank: {held}"
+        return "\n".join([head, *rows, tail])
+
+
+_SETS: dict[int, tuple[Schedule, frozenset[Action]]] = {}
+
+
+def _set_of(schedule: Schedule) -> frozenset[Action]:
+    """The actions of a schedule as a set, made once for each."""
+    known = _SETS.get(id(schedule))
+    if known is None or known[0] is not schedule:
+        _SETS.clear()
+        known = _SETS[id(schedule)] = schedule, frozenset(schedule.actions)
+    return known[1]
+
+
+def _row(timed: Sequence[Timed], schedule: Schedule) -> str:
+    """A rank's actions over time: for each unit three letters, the kind and the micro-batch."""
+    cells: list[str] = []
+    several = len({t.action.stage for t in timed}) > 1
+    for one in timed:
+        cells += ["   "] * (round(one.begin) - len(cells))
+        chunk = "abcdefgh"[schedule.stages_of(schedule.rank_of(one.action.stage)).index(one.action.stage) % 8]
+        text = f"{one.action.kind}{one.action.microbatch}{chunk if several else ''}"
+        cells += [f"{text:<3}", *["== "] * (round(one.end - one.begin) - 1)]
+    return "".join(f"|{cell}" for cell in cells) + "|"
+
+
+def _check_complete(schedule: Schedule) -> None:
+    """Raises DefinitionError for actions that lack, come twice, or stand on two ranks."""
+    name, found = schedule.name, schedule.actions
+    if not found:
+        raise user_error(f"schedule {name}", "no actions", "an order of actions for each rank", "")
+    seen: set[Action] = set()
+    for action in found:
+        if action in seen:
+            raise user_error(f"schedule {name}: {action.in_words()}", "there twice", "once", "Leave one out.")
+        seen.add(action)
+    ranks: dict[int, int] = {}
+    for rank, order in enumerate(schedule.orders):
+        for action in order:
+            if ranks.setdefault(action.stage, rank) != rank:
+                raise user_error(
+                    f"schedule {name}: stage {action.stage}", f"on ranks {ranks[action.stage]} and {rank}",
+                    "one rank for each stage", "A rank may have several stages, a stage has one rank.",
+                )  # fmt: skip
+    for missing in _missing(schedule, seen):
+        raise user_error(f"schedule {name}", f"no {missing}", "a forward and a backward for every stage and micro-batch",
+                         f"Add {missing.kind}{missing.stage}.{missing.microbatch}.")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Missing(Action):
+    def __str__(self) -> str:
+        return self.in_words().removeprefix("the ")
+
+
+def _missing(schedule: Schedule, seen: set[Action]) -> Iterator[_Missing]:
+    for stage in range(schedule.stages):
+        for number in range(schedule.microbatches):
+            parts = [kind for kind in (OF_INPUTS, OF_WEIGHTS) if Action(kind, stage, number) in seen]
+            wanted = [FORWARD, *([OF_INPUTS, OF_WEIGHTS] if parts else [BACKWARD])]
+            if parts and Action(BACKWARD, stage, number) in seen:
+                raise user_error(
+                    f"schedule {schedule.name}: stage {stage}, micro-batch {number}",
+                    f"a whole backward and its {KINDS[parts[0]]}", "one or the other", "Leave one out.",
+                )  # fmt: skip
+            yield from (_Missing(k, stage, number) for k in wanted if Action(k, stage, number) not in seen)
