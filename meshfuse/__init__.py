@@ -43,6 +43,7 @@ _HOME = {
     "OutOfMemoryError": "executor.kernel_errors",
     "compile": "frontends.compiled_function",
     "parallelize": "frontends.parallel_module",
+    "Pipeline": "frontends.pipeline.options",
     "Precision": "frontends.precision",
     "save": "checkpoint",
     "load": "checkpoint",
@@ -64,6 +65,7 @@ __all__ = [
     "OutOfMemoryError",
     "ParallelType",
     "Partial",
+    "Pipeline",
     "PlanWarning",
     "Precision",
     "RankError",
@@ -108,6 +110,7 @@ if TYPE_CHECKING:
     from .executor.shards import shard_tensor
     from .frontends.compiled_function import compile
     from .frontends.parallel_module import parallelize
+    from .frontends.pipeline.options import Pipeline
     from .frontends.precision import Precision
     from .fusion_definition import FusionDefinition
     from .mesh import DeviceMesh, ParallelType

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,18 +17,29 @@ from torch.utils import _pytree as pytree
 from ..backends.assignment import requested
 from ..definition.checks import checked_mesh
 from ..errors import SourceLine, caller_line, line_in_script, located, shown, user_error
+from ..mesh import DeviceMesh
 from ..report.bill import Bill, bill_of
 from ..report.explain import explain_all, explain_tensor
+from ..report.memory import modelled_memory
 from ..runtime.world import World
 from .autograd import Runner
 from .calls import Arguments, Call, read_call
 from .capture import Captured, captured
 from .draws import GeneratorDraws
-from .joint import Setting, planned
+from .joint import Half, Setting, planned
 from .kv_caches import WithCaches
 from .loading import init_weights, load
 from .patterns import matches, nearest
-from .placing import Place, Places, check_world, place_parameters
+from .pipeline.assign import Assignment, assigned
+from .pipeline.assign import whole as on_all_ranks
+from .pipeline.clipping import clip_grad_norm
+from .pipeline.door import StepOptions, Stepper
+from .pipeline.elsewhere import Elsewhere, take_out
+from .pipeline.options import Pipeline
+from .pipeline.orders import named
+from .pipeline.schedule import Schedule
+from .pipeline.with_loss import TARGET
+from .placing import Place, Places, check_same_weights, check_world, place_parameters, torch_mesh_of
 from .plans import ModulePlan, Spec, checked_specs, module_plan
 from .precision import Precision
 
@@ -38,6 +50,7 @@ def parallelize(
     module: nn.Module, mesh: Any, plan: Any = None, *, inputs: Mapping[str, Sequence[Any]] | None = None,
     fsdp: Any = None, dynamic: Mapping[str, Sequence[int]] | None = None, precision: Precision | None = None,
     backend: str | None = None, max_memory: float | None = None, fallback: str | None = None,
+    pipeline: Pipeline | None = None, loss: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> Any:  # fmt: skip
     """Have a module's forward and backward run as programs over a mesh; returns the module itself.
 
@@ -56,6 +69,9 @@ def parallelize(
     precision: types to compute and to reduce gradients in (`mf.Precision`).
     backend, max_memory: as of `fd.execute` and `FusionDefinition`.
     fallback: "replicate" has ops that meshfuse lacks computed whole on every rank.
+    pipeline: stages over an axis of the mesh, and micro-batches (`mf.Pipeline`): the model then runs by `step`. On
+        ranks that a launcher started, parameters that other stages have are None.
+    loss: for `step`: a function of the model's result and a target; None where the model returns a loss itself.
 
     Raises DefinitionError for a plan, mesh or names that do not fit the module, ArgumentError for a mesh of other ranks
     than the job has, and RankError where ranks pass different parameters.
@@ -63,21 +79,51 @@ def parallelize(
     line = caller_line()
     with located(line):
         _check(module, precision, fallback, line)
-        found = checked_mesh(mesh, line)
-        check_world(found, line)
+        whole = checked_mesh(mesh, line)
+        check_world(whole, line)
+        stages = _assignment(module, whole, pipeline, loss, line)
+        found = stages.mesh_here()
         names = list(inspect.signature(module.forward).parameters)
-        specs = checked_specs("inputs", inputs, names, found, line)
+        specs = checked_specs("inputs", inputs, [*names, *([TARGET] if loss is not None else [])], found, line)
         sizes = checked_specs("dynamic", dynamic, names, found, line)
         requested(backend, line)
         options = Options(specs, sizes, precision, backend, max_memory, fallback == "replicate")
         where = module_plan(module, found, plan, fsdp, specs, line)
-        places = Places(where, _device(module, mesh), mesh if hasattr(mesh, "get_group") else None, line)
+        device = _device(module, mesh)
+        check_same_weights(module, World.current().all_ranks, "every rank")
+        elsewhere = take_out(module, stages.held_here())
+        places = Places(where, device, torch_mesh_of(whole, mesh, device, stages.axis), line)
         state = State(where, options, places, place_parameters(module, places), line)
         state.names, state.parts = names, 1 if places.is_simulated else _tensor_ranks(where)
         state.tables = list(module.modules()), list(module.parameters())
+        state.stepper = _stepper(module, state, stages, elsewhere, loss)
     object.__setattr__(module, STATE, state)
     module.__class__ = parallel_class(type(module))
     return module
+
+
+def _assignment(module: nn.Module, mesh: DeviceMesh, pipeline: Any, loss: Any, line: SourceLine) -> Assignment:
+    """The stages of a model; one on all ranks without a pipeline."""
+    if loss is not None and not callable(loss):
+        raise user_error("parallelize: loss", shown(loss), "a function of the model's result and a target", "", line)
+    if pipeline is None:
+        return on_all_ranks(module, mesh, named("1f1b", 1, 1))
+    if not isinstance(pipeline, Pipeline):
+        raise user_error("parallelize: pipeline", shown(pipeline), "an mf.Pipeline, or None",
+                         'Pass mf.Pipeline("pp", "1f1b", microbatches=8).', line)  # fmt: skip
+    return assigned(module, mesh, pipeline, line)
+
+
+def _stepper(module: nn.Module, state: State, assignment: Assignment, elsewhere: Elsewhere, loss: Any) -> Stepper:
+    given = state.options
+    options = StepOptions(
+        tuple(state.names), given.inputs, given.precision, given.backend, given.max_memory, given.replicate, loss,
+        state.line,
+    )  # fmt: skip
+    return Stepper(
+        module, assignment, options, state.plan, state.places, state.parameters, elsewhere,
+        functools.partial(as_plain, module), state.draws,
+    )  # fmt: skip
 
 
 def _tensor_ranks(plan: ModulePlan) -> int:
@@ -132,6 +178,7 @@ class State:
     parts: into how many parts the heads of a new cache are cut, of which a rank has one.
     all_results: whether gradients came for other results than numbers.
     last: what ran last.
+    stepper: runs `step`; None for a function.
     """
 
     plan: ModulePlan
@@ -147,6 +194,7 @@ class State:
     tables: tuple[Any, Any] = ((), ())
     names: list[str] = field(default_factory=list)
     parts: int = 1
+    stepper: Stepper | None = None
 
 
 class ParallelModule(nn.Module):
@@ -155,8 +203,38 @@ class ParallelModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)
 
+    def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The loss of a batch; where gradients are enabled they are added to those of the parameters.
+
+        The arguments are those of the forward, and with `loss=` the target behind them or as `target=`. Tensors of the
+        batch are cut along their first dim into micro-batches, worked off as the pipeline's schedule says; the loss is
+        the mean of theirs by their rows, on every rank. Raises ArgumentError for fewer rows than micro-batches,
+        DefinitionError where the model cannot be cut, and RankError naming the stage, micro-batch and action where a
+        rank has failed.
+        """
+        return _stepper_of(self).step(args, kwargs, caller_line())
+
+    def schedule(self) -> Schedule:
+        """The order in which ranks work off a step; printing it shows a picture, and how much of it is idle."""
+        return _stepper_of(self).schedule
+
+    def memory(self) -> str:
+        """What a rank holds in the latest step, as modelled: of each micro-batch, and in its programs."""
+        stepper = _stepper_of(self)
+        if stepper.last:
+            return stepper.memory()
+        halves = _ran(self).step.halves
+        return "\n".join(str(modelled_memory(half.fd.latest())) for half in halves)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm, over all stages, is at most `max_norm`; returns the norm before."""
+        return clip_grad_norm(self, _stepper_of(self).assignment, max_norm, norm_type)
+
     def bill(self) -> Bill:
         """The bytes that each rank sends in the latest step, forward and backward, by collective and module."""
+        state: State = getattr(self, STATE)
+        if state.stepper is not None and state.stepper.last:
+            return state.stepper.bill()
         step = _ran(self).step
         halves = [step.forward, *([step.backward] if step.backward is not None else [])]
         return Bill(tuple(entry for half in halves for entry in bill_of(half.fd.latest()).entries))
@@ -180,7 +258,8 @@ class ParallelModule(nn.Module):
         """
         state: State = getattr(self, STATE)
         chosen = torch.initial_seed() if seed is None else seed
-        with as_plain(self):
+        stepper = state.stepper
+        with as_plain(self), stepper.elsewhere.there() if stepper is not None else nullcontext():
             init_weights(self, state.parameters, state.places.device, chosen, caller_line())
 
     @contextmanager
@@ -197,8 +276,7 @@ class ParallelModule(nn.Module):
         A name is a parameter's or module's full name, or a part at its end. Raises DefinitionError for one that no
         tensor has.
         """
-        step, line, found = _ran(self).step, caller_line(), []
-        halves = {"forward": step.forward, **({"backward": step.backward} if step.backward is not None else {})}
+        line, found, halves = caller_line(), list[str](), _halves(self)
         for title, half in halves.items():
             compiled = half.fd.latest()
             if name is None:
@@ -212,6 +290,26 @@ class ParallelModule(nn.Module):
                 "explain: no tensor of this name", shown(name), f"such as {nearest(str(name), names)}", "", line
             )
         return "\n\n".join(found)
+
+
+def _halves(module: nn.Module) -> dict[str, Half]:
+    """The programs of the latest step, by what to call them."""
+    state: State = getattr(module, STATE)
+    if state.stepper is not None and state.stepper.last:
+        programs = state.stepper.last[0].programs
+        steps = {f"stage {stage}, " if len(programs) > 1 else "": made.step for stage, made in programs.items()}
+    else:
+        steps = {"": _ran(module).step}
+    titles = ("forward", "backward", "backward of weights")
+    return {f"{head}{title}": half for head, step in steps.items()
+            for title, half in zip(titles, step.halves, strict=False)}  # fmt: skip
+
+
+def _stepper_of(module: nn.Module) -> Stepper:
+    state: State = getattr(module, STATE)
+    if state.stepper is None:
+        raise user_error("step", "a function of mf.compile", "a model of mf.parallelize", "", caller_line())
+    return state.stepper
 
 
 def _is_called(tensor: str, name: str) -> bool:
@@ -246,6 +344,11 @@ def parallel_class(plain: type) -> type:
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the program for these arguments, which is made at the first call."""
     state: State = getattr(self, STATE)
+    if state.stepper is not None and state.stepper.assignment.axis:
+        raise user_error(
+            "a model with a pipeline is called", "", "model.step(...), which runs its stages over micro-batches",
+            "For a loss without gradients call step under torch.no_grad().", caller_line(),
+        )  # fmt: skip
     call = read_call(self, state.tables, state.parts, args, kwargs)
     runner = state.runners.get(call.key)
     if runner is None:

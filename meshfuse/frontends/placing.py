@@ -77,7 +77,7 @@ class Places:
         self.plan, self.device, self.line = plan, device, line
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.is_simulated = World.current().size == 1
-        self.torch_mesh = None if self.is_simulated else torch_mesh or _torch_mesh(plan.mesh, device)
+        self.torch_mesh = torch_mesh
 
     def of_parameter(self, name: str, shape: Sequence[int]) -> Place:
         """Where a parameter lies. Raises ArgumentError where torch has no placements for that."""
@@ -113,6 +113,18 @@ def _is_cut_unevenly(layout: Any, n: int) -> bool:
     return axes > 1 and n % ranks != 0
 
 
+def torch_mesh_of(mesh: DeviceMesh, given: Any, device: torch.device, without: str = "") -> Any:
+    """torch's mesh of the same ranks, that which was given if there is one; None where ranks are simulated.
+
+    without: an axis of which this rank has one coordinate; None where there is no other.
+    """
+    if World.current().size == 1:
+        return None
+    found = given if hasattr(given, "get_group") else _torch_mesh(mesh, device)
+    kept = tuple(name for name in mesh.names if name != without)
+    return (found[kept] if kept else None) if without else found
+
+
 def _torch_mesh(mesh: DeviceMesh, device: torch.device) -> Any:
     """torch's mesh of the same ranks; torch's default process group is made if there is none."""
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -140,10 +152,8 @@ def check_world(mesh: DeviceMesh, line: SourceLine) -> None:
 def place_parameters(module: nn.Module, places: Places) -> dict[str, Place]:
     """Put this rank's shards in the place of all parameters, by name; buffers move to the device.
 
-    Parameters on meta get memory without numbers. Those that have some must be the same on every rank: RankError
-    where they differ.
+    Parameters on meta get memory without numbers.
     """
-    check_same_weights(module, World.current().all_ranks, "every rank")
     places.shapes.update((name, tuple(p.shape)) for name, p in module.named_parameters())
     found = {name: places.of_parameter(name, p.shape) for name, p in module.named_parameters()}
     made: dict[int, nn.Parameter] = {}

@@ -53,6 +53,8 @@ KINDS = {
     "dualpipe-v": Kind(2, True, True, lambda p, rank, chunks, m: 2 * p + 1),  # DeepSeek-AI 2025
 }
 
+NAMES = sorted(KINDS)
+
 
 def named(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
     """A schedule by its name.
@@ -60,7 +62,7 @@ def named(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedul
     virtual: how many stages a rank has where the schedule leaves that open.
     """
     kind = KINDS[name]
-    chunks = kind.chunks or max(2, virtual)
+    chunks = stages_of(name, ranks, virtual) // ranks
     for more in range(chunks * microbatches + 1):  # Fewer forwards than some rank needs to go on would be a circle.
         if kind.is_split:
             found = _Players(kind, ranks, microbatches, chunks, more).orders()
@@ -113,7 +115,9 @@ class _Players:
         left = [set(self._all(rank)) for rank in range(self.ranks)]
         clocks, held = [0.0] * self.ranks, [0] * self.ranks
         while any(left):
-            moves = [move for rank in range(self.ranks) if (move := self._move(rank, left[rank], clocks[rank], held[rank]))]
+            moves = [
+                move for rank in range(self.ranks) if (move := self._move(rank, left[rank], clocks[rank], held[rank]))
+            ]
             if not moves:
                 return None
             begin, _, rank, action = min(moves, key=lambda move: move[:3])
@@ -172,7 +176,9 @@ class _Players:
 def written(orders: Any, line: SourceLine) -> Schedule:
     """A user's own schedule: for each rank a list of actions such as "F0.3", (kind, stage, micro-batch)."""
     if not isinstance(orders, Sequence) or not all(isinstance(order, Sequence) for order in orders):
-        raise user_error("schedule", shown(orders), f"one of {sorted(KINDS)}, or a list of actions for each rank", "", line)
+        raise user_error(
+            "schedule", shown(orders), f"one of {sorted(KINDS)}, or a list of actions for each rank", "", line
+        )
     found = Schedule("of your own", tuple(tuple(_action(one, line) for one in order) for order in orders))
     found.verify()
     return found

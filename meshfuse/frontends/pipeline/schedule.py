@@ -221,17 +221,12 @@ def _check_complete(schedule: Schedule) -> None:
                     "one rank for each stage", "A rank may have several stages, a stage has one rank.",
                 )  # fmt: skip
     for missing in _missing(schedule, seen):
-        raise user_error(f"schedule {name}", f"no {missing}", "a forward and a backward for every stage and micro-batch",
-                         f"Add {missing.kind}{missing.stage}.{missing.microbatch}.")  # fmt: skip
+        what = missing.in_words().removeprefix("the ")
+        needed = "a forward and a backward for every stage and micro-batch"
+        raise user_error(f"schedule {name}", f"no {what}", needed, f"Add {missing}.")
 
 
-@dataclass(frozen=True, slots=True)
-class _Missing(Action):
-    def __str__(self) -> str:
-        return self.in_words().removeprefix("the ")
-
-
-def _missing(schedule: Schedule, seen: set[Action]) -> Iterator[_Missing]:
+def _missing(schedule: Schedule, seen: set[Action]) -> Iterator[Action]:
     for stage in range(schedule.stages):
         for number in range(schedule.microbatches):
             parts = [kind for kind in (OF_INPUTS, OF_WEIGHTS) if Action(kind, stage, number) in seen]
@@ -241,4 +236,4 @@ def _missing(schedule: Schedule, seen: set[Action]) -> Iterator[_Missing]:
                     f"schedule {schedule.name}: stage {stage}, micro-batch {number}",
                     f"a whole backward and its {KINDS[parts[0]]}", "one or the other", "Leave one out.",
                 )  # fmt: skip
-            yield from (_Missing(k, stage, number) for k in wanted if Action(k, stage, number) not in seen)
+            yield from (Action(k, stage, number) for k in wanted if Action(k, stage, number) not in seen)

@@ -85,10 +85,13 @@ class _Owners:
         self.forward = _ancestors(ends)
         self.forward |= {n for n in self.nodes if n.target is operator.getitem and n.args[0] in self.forward}
         self.last = len(cuts)
+        named = {source: node for node, source in graph.inputs}
+        gradients = [(node, source) for node, source in graph.outputs if source.kind == "gradient" and node is not None]
+        self.weights = {node: named[source.of_input()] for node, source in gradients}
         self._free: set[Node] = set()
         self.stretch = self._stretches(cuts, line)
         self.stage: dict[Node, int] = {}
-        self._own(line)
+        self._own()
 
     def _stretches(self, cuts: Sequence[str], line: SourceLine) -> dict[Node, int]:
         """By node of the forward the stage in whose stretch it stands."""
@@ -100,12 +103,12 @@ class _Owners:
                 found[node] = stage
         if stage < len(cuts):
             raise user_error(
-                f"pipeline: {cuts[stage]}", "does not run after the modules cut at before it" if stage else "does not run",
+                f"pipeline: {cuts[stage]}", "does not run after the one cut at before" if stage else "does not run",
                 "modules of the forward, in the order in which they run", "Cut at others.", line,
             )  # fmt: skip
         return found
 
-    def _own(self, line: SourceLine) -> None:
+    def _own(self) -> None:
         for node in self.nodes:
             if self._is_free(node):
                 self._free.add(node)
@@ -115,6 +118,29 @@ class _Owners:
         for node in self.nodes:
             if node not in self._free and node not in self.stage:
                 self.stage[node] = self._stage_of_backward(node, having)
+        for node in reversed(self.nodes):
+            if node in self.stage and node not in self.forward:
+                self._follow_readers(node, having)
+
+    def _follow_readers(self, node: Node, having: Mapping[Node, set[int]]) -> None:
+        """Move what is made of gradients alone, such as that of a bias, to its last reader, where these arrive anyway.
+
+        The gradient of a weight is read where the weight is.
+        """
+        reads = [read for read in node.all_input_nodes if not self.is_everywhere(read)]
+        readers = [self.stage[user] for user in node.users if user in self.stage]
+        if node in self.weights:
+            readers.append(max(having.get(self.weights[node], {0})))
+        if (
+            not readers
+            or max(readers) >= self.stage[node]
+            or any(r not in self.stage or r in self.forward for r in reads)
+        ):
+            return
+        there = max(readers)
+        arrives = all(any(self.stage.get(u, there + 1) <= there for u in r.users if u is not node) for r in reads)
+        if node in self.weights or arrives:
+            self.stage[node] = there
 
     def _is_free(self, node: Node) -> bool:
         """Whether a node depends on no weight and no gradient, and draws no random numbers."""
@@ -227,18 +253,31 @@ def _crossing(owners: _Owners, node: Node, targets: set[int], place: int, line: 
 
 
 def _needed(ends: Sequence[Node], owners: _Owners, stage: int) -> tuple[set[Node], list[Node]]:
-    """(nodes that a stage computes for these, and the tensors of other stages that it reads for them)."""
+    """(nodes that a stage computes for these, and the tensors of other stages that it reads for them).
+
+    A view of another stage's tensor is taken here: the tensor crosses once, however many views there are.
+    """
     inside, outside, waiting = set[Node](), dict[Node, None](), list(ends)
     while waiting:
         node = waiting.pop()
         if node in inside or node in outside:
             continue
-        if node in owners.stage and owners.stage[node] != stage:
+        if node in owners.stage and owners.stage[node] != stage and not _is_view(node):
             outside[node] = None
         else:
             inside.add(node)
             waiting += node.all_input_nodes
     return inside, list(outside)
+
+
+def _is_view(node: Node) -> bool:
+    """Whether a node has all elements of one tensor, in another shape."""
+    return str(node.target).removeprefix("aten.").partition(".")[0] in _VIEWS
+
+
+_VIEWS = frozenset((
+    "view", "_unsafe_view", "reshape", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand", "alias", "detach",
+))  # fmt: skip
 
 
 class _Builder:

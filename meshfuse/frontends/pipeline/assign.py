@@ -1,0 +1,212 @@
+"""Which stage has which modules and weights, as far as a model says so before it has run."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import nn
+
+from ...errors import SourceLine, user_error
+from ...mesh import DeviceMesh
+from ...runtime.world import World
+from ..patterns import matching, nearest
+from .options import Pipeline
+from .schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A model's stages on a mesh.
+
+    cuts: the modules before which the model is cut.
+    owners: by parameter the stages that hold it: several have one that is tied.
+    axis: that of the pipeline; "" where there is a single stage on all ranks.
+    """
+
+    mesh: DeviceMesh
+    axis: str
+    schedule: Schedule
+    cuts: tuple[str, ...]
+    owners: Mapping[str, tuple[int, ...]]
+
+    def mesh_of(self, stage: int) -> DeviceMesh:
+        """The ranks of a stage, without the pipeline's axis unless it is the only one."""
+        return mesh_at(self.mesh, self.axis, self.schedule.rank_of(stage))
+
+    def mesh_here(self) -> DeviceMesh:
+        """The ranks of this rank's stages; those of the first stage where ranks are simulated."""
+        if World.current().size == 1:
+            return self.mesh_of(0)
+        return mesh_at(self.mesh, self.axis, self.row_of(World.current().rank))
+
+    def held_here(self) -> set[str]:
+        """The parameters that this rank holds; all where ranks are simulated."""
+        if World.current().size == 1:
+            return set(self.owners)
+        own = self.schedule.stages_of(self.row_of(World.current().rank))
+        return {name for name, held in self.owners.items() if not {*held}.isdisjoint(own)}
+
+    def peer(self, rank: int, stage: int) -> int:
+        """The rank of a stage that has the same coordinates as a rank on all other axes."""
+        if not self.axis:
+            return rank
+        place = self.mesh.names.index(self.axis)
+        here = list(self.mesh.coordinate(rank))
+        here[place] = self.schedule.rank_of(stage)
+        return next(r for r in self.mesh.ranks if list(self.mesh.coordinate(r)) == here)
+
+    def row_of(self, rank: int) -> int:
+        """A rank's place along the pipeline's axis."""
+        return self.mesh.coordinate(rank)[self.mesh.names.index(self.axis)] if self.axis else 0
+
+
+def mesh_at(mesh: DeviceMesh, axis: str, place: int) -> DeviceMesh:
+    """The part of a mesh at one coordinate of an axis."""
+    if not axis:
+        return mesh
+    dim = mesh.names.index(axis)
+    ranks = [rank for rank in mesh.ranks if mesh.coordinate(rank)[dim] == place]
+    kept = [d for d in range(mesh.ndim) if d != dim] or [dim]
+    shape = tuple(mesh.shape[d] if d != dim else 1 for d in kept)
+    names = tuple(mesh.names[d] for d in kept)
+    links = {name: mesh.links[d] for name, d in zip(names, kept, strict=True)} if mesh.linked else None
+    costs = {"flops": mesh.flops, "memory": mesh.memory} if mesh.linked else {}
+    return DeviceMesh(shape, names, ranks=ranks, links=links, **costs)
+
+
+def assigned(module: nn.Module, mesh: DeviceMesh, pipeline: Pipeline, line: SourceLine) -> Assignment:
+    """A model's stages. Raises DefinitionError for axes and modules that do not exist, and cuts that do not fit."""
+    if pipeline.axis not in mesh.names:
+        raise user_error("pipeline: axis", repr(pipeline.axis), f"one of {list(mesh.names)}", "", line)
+    ranks = mesh.axis_size(pipeline.axis)
+    schedule = pipeline.scheduled(ranks)
+    schedule.verify()
+    if schedule.ranks != ranks:
+        raise user_error(
+            f"pipeline: schedule {schedule.name}", f"{schedule.ranks} ranks", f"the {ranks} of axis {pipeline.axis}",
+            "Write a list of actions for each rank of the axis.", line,
+        )  # fmt: skip
+    cuts = _cuts(module, pipeline.cut, schedule.stages, line)
+    return Assignment(
+        mesh, pipeline.axis, schedule, cuts, _owners(module, cuts, pipeline.modules, schedule.stages, line)
+    )
+
+
+def whole(module: nn.Module, mesh: DeviceMesh, schedule: Schedule) -> Assignment:
+    """A model as one stage on all ranks."""
+    return Assignment(mesh, "", schedule, (), {name: (0,) for name, _ in module.named_parameters()})
+
+
+def _cuts(module: nn.Module, given: str | tuple[str, ...], stages: int, line: SourceLine) -> tuple[str, ...]:
+    if isinstance(given, str):
+        return _even_cuts(module, stages, line)
+    if len(given) != stages - 1:
+        raise user_error(
+            f"pipeline: cut for {stages} stages", f"{len(given)} modules: {list(given)}", f"{stages - 1}",
+            'Name the module before which each stage but the first begins, or pass cut="auto".', line,
+        )  # fmt: skip
+    names = [name for name, _ in module.named_modules() if name]
+    return tuple(_one(pattern, names, line) for pattern in given)
+
+
+def _one(pattern: str, names: Sequence[str], line: SourceLine) -> str:
+    found = matching(pattern, names)
+    exact = [name for name in found if name == pattern]
+    if len(exact or found) == 1:
+        return (exact or found)[0]
+    near = nearest(pattern, names)
+    raise user_error(
+        f"pipeline: cut at {pattern!r}", f"{len(found)} modules{f', such as {found[:3]}' if found else ''}"
+        f"{f'; near to it {near}' if near and not found else ''}", "one module", "Write its full name.", line,
+    )  # fmt: skip
+
+
+def _even_cuts(module: nn.Module, stages: int, line: SourceLine) -> tuple[str, ...]:
+    """Cuts between layers so that the stage with the most weights has as few as can be: products take most of the time.
+
+    A table that is only looked up in counts nothing.
+    """
+    lists = [(name, part) for name, part in module.named_modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
+    name, layers = max(lists, key=lambda found: len(found[1]), default=("", ()))
+    if len(layers) < stages:
+        raise user_error(
+            f'pipeline: cut="auto" for {stages} stages', f"{len(layers)} layers in the longest list of modules",
+            f"at least {stages}", "Take fewer stages, or name modules to cut at.", line,
+        )  # fmt: skip
+    costs = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    costs[-1] += _behind(module, name)
+    ends = _fewest(costs, stages)
+    return tuple(f"{name}.{end}" if name else str(end) for end in ends)
+
+
+def _behind(module: nn.Module, layers: str) -> int:
+    """The weights of what is made after a list of layers, such as a model's head."""
+    order = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    last = max(i for i, name in enumerate(order) if name == layers or name.startswith(f"{layers}."))
+    later = set(order[last + 1 :])
+    return sum(p.numel() for n, p in module.named_parameters(remove_duplicate=False) if n.rpartition(".")[0] in later)
+
+
+def _fewest(costs: Sequence[int], parts: int) -> list[int]:
+    """Where to cut a row of costs into so many parts with the largest as small as can be."""
+    sums = [0, *accumulate(costs)]
+    low, high = max([*costs, 1]), max(sums[-1], 1)
+    while low < high:
+        middle = (low + high) // 2
+        if _filled(sums, middle, parts) is None:
+            low = middle + 1
+        else:
+            high = middle
+    found = _filled(sums, low, parts)
+    assert found is not None
+    return found
+
+
+def _filled(sums: Sequence[int], limit: int, parts: int) -> list[int] | None:
+    """The cuts of parts that are filled to a limit, one after the other; None where there are too few parts."""
+    ends, start, count = list[int](), 0, len(sums) - 1
+    for left in range(parts - 1, 0, -1):
+        end = min(bisect.bisect_right(sums, sums[start] + limit) - 1, count - left)
+        if end <= start:
+            return None
+        ends.append(end)
+        start = end
+    return ends if sums[-1] - sums[start] <= limit else None
+
+
+def _owners(
+    module: nn.Module, cuts: Sequence[str], given: Mapping[str, int], stages: int, line: SourceLine
+) -> dict[str, tuple[int, ...]]:
+    """By parameter the stages that hold it: those of the modules that have it, in the order in which these are made."""
+    order = {name: i for i, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
+    starts = [order[name] for name in cuts]
+    names = dict(module.named_parameters(remove_duplicate=False))
+    said = _said(module, names, given, stages, line)
+    first = {id(p): name for name, p in module.named_parameters()}
+    found: dict[str, set[int]] = {}
+    for name, parameter in names.items():
+        path = name.rpartition(".")[0]
+        stage = said.get(name, bisect.bisect_right(starts, order[path]))
+        found.setdefault(first[id(parameter)], set()).add(stage)
+    return {name: tuple(sorted(held)) for name, held in found.items()}
+
+
+def _said(
+    module: nn.Module, names: Mapping[str, nn.Parameter], given: Mapping[str, int], stages: int, line: SourceLine
+) -> dict[str, int]:
+    """The stage of each parameter for which the user says it."""
+    found: dict[str, int] = {}
+    for pattern, stage in given.items():
+        modules = matching(pattern, [name for name, _ in module.named_modules() if name])
+        inside = [n for n in names if any(n.startswith(f"{m}.") for m in modules)]
+        parameters = [*matching(pattern, names), *inside]
+        if not parameters or not isinstance(stage, int) or not 0 <= stage < stages:
+            raise user_error(
+                f"pipeline: modules[{pattern!r}]", repr(stage) if parameters else "no such parameter or module",
+                f"a stage from 0 to {stages - 1} for parameters of the model", "", line,
+            )  # fmt: skip
+        found.update(dict.fromkeys(parameters, stage))
+    return found

@@ -1,0 +1,275 @@
+"""What a parallel model has for training by `step`: its stages, programs for micro-batches, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ...errors import ArgumentError, SourceLine, located, user_error
+from ...report.bill import Bill, BillEntry, bill_of
+from ...report.memory import modelled_memory
+from ...resharding import shard_bytes
+from ...runtime.world import World
+from ..calls import Arguments, Call, read_call
+from ..capture import Captured, captured
+from ..joint import Setting
+from ..placing import Place, Places
+from ..plans import ModulePlan, Spec
+from ..precision import Precision
+from .assign import Assignment
+from .elsewhere import Elsewhere
+from .micro_batches import MicroBatches, micro_batches
+from .program import StageProgram, sharding_of, stage_program
+from .schedule import FORWARD, Schedule
+from .stages import check_weights, stage_graphs
+from .stepping import Planned, Work, stepped
+from .with_loss import WithLoss
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """What `parallelize` was told that matters here. names: of the forward's arguments, and of the target."""
+
+    names: tuple[str, ...]
+    inputs: Mapping[str, Spec]
+    precision: Precision | None
+    backend: str | None
+    max_memory: float | None
+    replicate: bool
+    loss: Callable[[Any, Any], torch.Tensor] | None
+    line: SourceLine
+
+
+@dataclass(slots=True, eq=False)
+class Stepper:
+    """Runs steps of a model.
+
+    plan, places, parameters: on the ranks of this rank's stages.
+    plain: a context in which the model and all in it have their own forwards.
+    draw: makes a seed for each step.
+    made: the stages' programs, by what they depend on.
+    """
+
+    module: nn.Module
+    assignment: Assignment
+    options: StepOptions
+    plan: ModulePlan
+    places: Places
+    parameters: Mapping[str, Place]
+    elsewhere: Elsewhere
+    plain: Callable[[], AbstractContextManager[None]]
+    draw: Callable[[], int]
+    made: dict[Any, Planned] = field(default_factory=dict)
+    last: list[Planned] = field(default_factory=list)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of a step."""
+        return self.assignment.schedule
+
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], line: SourceLine) -> torch.Tensor:
+        """The loss of a batch; with gradients enabled they are added to `.grad` of this rank's parameters."""
+        args, kwargs = self._with_target(args, kwargs, line)
+        parts = micro_batches(args, kwargs, self.schedule.microbatches, self._cut_rows(args, kwargs), line)
+        with located(line):
+            planned = [self._planned(*part, line) for part in parts.parts]
+        self.last = planned
+        loss, gradients = stepped(self._work(parts, planned), torch.is_grad_enabled())
+        self._accumulate(gradients)
+        return loss
+
+    def _with_target(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], line: SourceLine
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with the target as the last positional one."""
+        if self.options.loss is None:
+            return args, kwargs
+        if "target" in kwargs:
+            kwargs = dict(kwargs)
+            return (*args, kwargs.pop("target")), kwargs
+        if not args:
+            raise user_error(
+                "step: the target of the loss", "no positional argument", "step(x, y), or target=", "", line,
+                ArgumentError,
+            )  # fmt: skip
+        return args, kwargs
+
+    def _cut_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+        """The leaves of arguments whose first dim `inputs` cuts."""
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        call = Call(leaves, tree, (), None, False)
+        names = Arguments(self._names(len(args)), {}, self.plan, True, call, self.options.line).names
+        specs = self.options.inputs
+        return {i for i, name in enumerate(names) if name in specs and specs[name] and specs[name][0] is not None}
+
+    def _names(self, count: int) -> list[str]:
+        """What positional arguments are called; with a loss the last one is the target."""
+        names = list(self.options.names)
+        return names if self.options.loss is None else [*names[: max(count - 1, 0)], "target"]
+
+    def _work(self, parts: MicroBatches, planned: list[Planned]) -> Work:
+        leaves = [pytree.tree_leaves(part) for part in parts.parts]
+        return Work(
+            self.assignment, planned, leaves, parts.shares, self.module, self.parameters, self.places.device,
+            self.options.backend, self.draw(),
+        )  # fmt: skip
+
+    def _accumulate(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        named = dict(self.module.named_parameters())
+        for name, local in gradients.items():
+            parameter = named[name]
+            found = self.parameters[name].wrapped(local, self.places.shapes[name])
+            parameter.grad = found if parameter.grad is None else parameter.grad + found
+
+    # planning
+
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], line: SourceLine) -> Planned:
+        whole = WithLoss(self.module, self.options.loss)
+        with torch.enable_grad(), self.elsewhere.there():
+            tables = list(self.module.modules()), list(self.module.parameters())
+            call = read_call(whole, tables, 1, args, kwargs)
+        if call.key not in self.made:
+            if not call.has_gradient:
+                raise user_error("step: the model's parameters", "none requires a gradient", "some that do", "", line)
+            self.made[call.key] = self._plan(whole, call, len(args), line)
+        return self.made[call.key]
+
+    def _plan(self, whole: WithLoss, call: Call, count: int, line: SourceLine) -> Planned:
+        """Capture the model with its loss, cut it into stages, and plan those of this rank."""
+        places = self.places
+        arguments = Arguments(
+            self._names(count), self.options.inputs, self.plan, places.is_simulated, call, self.options.line
+        )
+        graph = self._captured(whole, arguments, line)
+        stages = stage_graphs(graph, self.assignment.cuts, len(call.leaves), self.options.line)
+        check_weights(stages, self.assignment.owners, self.options.line)
+        setting = self._setting(arguments, call)
+        split = self.schedule.is_split
+        programs = {
+            stage: stage_program(stages[stage], replace(setting, plan=self._plan_of(stage)), split)
+            for stage in self._own_stages()
+        }
+        return Planned(tuple(stages), programs)
+
+    def _own_stages(self) -> list[int]:
+        world = World.current()
+        if world.size == 1:
+            return list(range(self.schedule.stages))
+        return self.schedule.stages_of(self.assignment.row_of(world.rank))
+
+    def _plan_of(self, stage: int) -> ModulePlan:
+        return replace(self.plan, mesh=self.assignment.mesh_of(stage))
+
+    def _captured(self, whole: WithLoss, arguments: Arguments, line: SourceLine) -> Captured:
+        precision = self.options.precision
+        dtype = precision.param if precision is not None else None
+        example = arguments.whole({}, self.places.device, dtype)
+        args, kwargs = pytree.tree_unflatten(example, arguments.call.tree)
+        with self.plain(), self.elsewhere.there(), torch.enable_grad():
+            return captured(
+                whole, args, kwargs, self.places.device, line, scalars_only=True, dtype=dtype, given=arguments.text
+            )
+
+    def _setting(self, arguments: Arguments, call: Call) -> Setting:
+        precision, options = self.options.precision, self.options
+        kept: dict[Any, torch.dtype] = {}
+        if precision is not None and precision.param is not None:
+            kept = {n: p.dtype for n, p in self.module.named_parameters() if p.is_floating_point()}
+            kept |= {i: call.leaves[i].dtype for i in call.places if call.leaves[i].is_floating_point()}
+        return Setting(
+            self.plan, dict(enumerate(arguments.names)), arguments.shapes, arguments.specs, options.line, kept,
+            precision.reduce if precision is not None else None, arguments.batch(), True, options.replicate,
+            options.max_memory,
+        )  # fmt: skip
+
+    # what it costs
+
+    def bill(self) -> Bill:
+        """What a rank of each stage sends in a step: collectives of each program, times micro-batches, and sends."""
+        self._check_ran()
+        found: list[BillEntry] = []
+        for stage in self._own_stages():
+            found += self._entries(stage)
+        return Bill(tuple(found))
+
+    def _entries(self, stage: int) -> list[BillEntry]:
+        found: list[BillEntry] = []
+        for planned in dict.fromkeys(map(id, self.last)):
+            made = next(p for p in self.last if id(p) == planned)
+            count, program = sum(p is made for p in self.last), made.programs[stage]
+            for half in program.step.halves:
+                found += [_times(entry, count) for entry in bill_of(half.fd.latest()).entries]
+            found += self._sends(program, stage, count)
+        return found
+
+    def _sends(self, program: StageProgram, stage: int, count: int) -> list[BillEntry]:
+        """Sends to stages on other ranks."""
+        own, mesh, found = self.schedule.rank_of(stage), self.assignment.mesh, list[BillEntry]()
+        for crossing in program.stage.sent:
+            sharding = sharding_of(crossing, program.specs, program.mesh)
+            local = sharding.max_local_numel(crossing.shape) * crossing.dtype.itemsize
+            for target in crossing.targets:
+                if self.schedule.rank_of(target) != own:
+                    seconds = mesh.link((self.assignment.axis,)).seconds(1, local)
+                    found.append(_times(_send(crossing, stage, target, local, seconds, self), count))
+        return found
+
+    def _check_ran(self) -> None:
+        if not self.last:
+            raise user_error("the model has not run a step yet", "", "a call of model.step", "Plans depend on shapes.")
+
+    def memory(self) -> str:
+        """By stage of this rank (of all where ranks are simulated) what a rank holds, as modelled, in bytes."""
+        self._check_ran()
+        rows = [f"stage {stage}: {self._held(stage)}" for stage in self._own_stages()]
+        return "\n".join(rows)
+
+    def _held(self, stage: int) -> str:
+        program = self.last[0].programs[stage]
+        rank = self.schedule.rank_of(stage)
+        flight = _most_held(self.schedule, rank, stage)
+        saved = _kept_bytes(program)
+        peak = max(modelled_memory(half.fd.latest()).peak for half in program.step.halves)
+        return (
+            f"{saved:,} bytes kept of each micro-batch, {flight} at once, and at most {peak:,} in a program: "
+            f"{saved * max(flight - 1, 0) + peak:,}"
+        )
+
+
+def _times(entry: BillEntry, count: int) -> BillEntry:
+    if count == 1:
+        return entry
+    name = f"{entry.collective} x{count}"
+    return replace(entry, collective=name, wire=entry.wire * count, seconds=entry.seconds * count)
+
+
+def _send(crossing: Any, stage: int, target: int, nbytes: int, seconds: float, stepper: Stepper) -> BillEntry:
+    why = f"stage {target} reads it"
+    return BillEntry(
+        "send", stepper.assignment.axis, crossing.name, nbytes, why, str(stepper.options.line),
+        f"stage {stage} -> stage {target}", seconds, "", "", "", (), (),
+    )  # fmt: skip
+
+
+def _most_held(schedule: Schedule, rank: int, stage: int) -> int:
+    """The most micro-batches of a stage whose forward is done and whose backward is not."""
+    held = most = 0
+    for action in schedule.orders[rank]:
+        if action.stage == stage:
+            held += {FORWARD: 1, "I": 0}.get(action.kind, -1)
+            most = max(most, held)
+    return most
+
+
+def _kept_bytes(program: StageProgram) -> int:
+    """What a stage's forward keeps of a micro-batch for its backward."""
+    compiled, count = program.step.forward.fd.latest(), program.step.saved
+    graph, shardings = compiled.graph, compiled.output_shardings()
+    pairs = list(zip(graph.outputs, shardings, strict=True))[len(shardings) - count :]
+    return sum(shard_bytes(sharding, graph.tensors[tensor].type) for tensor, sharding in pairs)

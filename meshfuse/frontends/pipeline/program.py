@@ -1,0 +1,112 @@
+"""The programs of one stage for micro-batches of one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...definition.annotation import layouts_of_spec
+from ...mesh import DeviceMesh
+from ...runtime.world import World
+from ...sharding.value import Sharding
+from ..capture import Source
+from ..joint import Half, Setting, Step, planned
+from ..plans import Spec
+from .stages import Crossing, StageGraph
+
+Values = dict[Source, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgram:
+    """What a stage runs: its graph, and the definitions planned of it.
+
+    specs: by place of a crossing tensor how it lies.
+    """
+
+    stage: StageGraph
+    step: Step
+    mesh: DeviceMesh
+    specs: Mapping[int, Spec]
+
+    def run(self, half: Half, values: Mapping[Source, torch.Tensor], seed: int | None, backend: str | None) -> Values:
+        """Run a half on a rank's parts, or where ranks are simulated on whole tensors, by what they are."""
+        inputs = [values[source] for source in half.inputs]
+        if seed is not None and any(node.draws for node in half.fd.recording.nodes):
+            half.fd.seed_with(seed)
+        if World.current().size == 1:
+            outputs = half.fd.simulate(inputs)
+        else:
+            outputs = half.fd.execute(inputs, idle_ranks=True, backend=backend)
+        return dict(zip(half.outputs, outputs, strict=True))
+
+    def read_later(self) -> list[Source]:
+        """What the backward reads beside what is saved, and what arrives for it."""
+        back = {self.received_of(crossing) for crossing in self.stage.taken(back=True)}
+        inputs = dict.fromkeys(s for half in self.step.halves[1:] for s in half.inputs)
+        return [s for s in inputs if s.kind in ("parameter", "buffer", "constant", "argument") and s not in back]
+
+    def received_of(self, crossing: Crossing) -> Source:
+        """What the stage calls a tensor that it received."""
+        return Source("argument", place=crossing.place)
+
+    def sent_of(self, crossing: Crossing) -> Source:
+        """What the stage calls a tensor that it sends."""
+        if crossing.back:
+            return Source("gradient", place=crossing.place, of="argument")
+        return Source("result", place=self.stage.given(back=False).index(crossing))
+
+    @property
+    def loss(self) -> Source:
+        """What the last stage calls the loss, and with the kind "tangent" its gradient."""
+        return Source("result", place=len(self.stage.given(back=False)))
+
+    def local_shape(self, crossing: Crossing) -> tuple[int, ...]:
+        """The shape of this rank's part of a tensor that crosses."""
+        if World.current().size == 1:
+            return crossing.shape
+        return sharding_of(crossing, self.specs, self.mesh).local_shape(crossing.shape, World.current().rank)
+
+
+def sharding_of(crossing: Crossing, specs: Mapping[int, Spec], mesh: DeviceMesh) -> Sharding:
+    """How a crossing tensor lies on a stage's mesh."""
+    layouts = layouts_of_spec(crossing.name, mesh, specs[crossing.place], len(crossing.shape), None)
+    return Sharding.make(mesh, layouts, crossing.shape)
+
+
+def stage_program(stage: StageGraph, setting: Setting, is_split: bool) -> StageProgram:
+    """Plan a stage. The setting is that of the whole graph, on the stage's mesh."""
+    specs = {c.place: border_spec(c, setting) for c in (*stage.received, *stage.sent)}
+    made = replace(
+        setting,
+        names={**setting.names, **{c.place: c.name for c in (*stage.received, *stage.sent)}},
+        shapes={**setting.shapes, **{c.place: c.shape for c in stage.received}},
+        specs={**setting.specs, **specs},
+        ends={i: specs[c.place] for i, c in enumerate(stage.given(back=False))},
+        is_split=is_split,
+    )
+    return StageProgram(stage, planned(stage.graph, made), setting.mesh, specs)
+
+
+def border_spec(crossing: Crossing, setting: Setting) -> Spec:
+    """How a tensor lies that crosses a border: in as many parts as there are ranks, so that each sends one.
+
+    Rows are cut as the batch is, and the first other dim that they divide over the axes that are left, as Megatron's
+    scatter-gather optimisation does (Narayanan et al. 2021).
+    """
+    rows, batch = setting.batch or (None, None)
+    shape, spec = crossing.shape, list[Any]([None] * len(crossing.shape))
+    if shape and shape[0] == rows:
+        spec[0] = batch
+    taken = {batch} if isinstance(batch, str) else set(batch or ())
+    left = [axis for axis in setting.mesh.names if axis not in taken and setting.mesh.axis_size(axis) > 1]
+    ranks = 1
+    for axis in left:
+        ranks *= setting.mesh.axis_size(axis)
+    place = next((d for d, n in enumerate(shape) if d > 0 and n % ranks == 0), None)
+    if left and place is not None:
+        spec[place] = left
+    return tuple(spec)

@@ -1,0 +1,246 @@
+"""`model.step`: a training step of micro-batches, worked off as a schedule says, with the loss and gradients of the
+whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...runtime.world import World
+from ..capture import Source
+from ..placing import Place
+from .assign import Assignment
+from .program import StageProgram
+from .schedule import BACKWARD, FORWARD, OF_INPUTS, OF_WEIGHTS, Action
+from .stages import StageGraph
+from .transport import BetweenRanks, InProcess, Message, Transport, messages_of, needs_of
+
+_SEEDS = 2**62
+_SPREAD = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A model's stages for micro-batches of one shape: the graphs of all, and the programs of this rank's."""
+
+    graphs: tuple[StageGraph, ...]
+    programs: Mapping[int, StageProgram]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step needs to know.
+
+    planned: by micro-batch.
+    leaves: by micro-batch the arguments as leaves.
+    module: whose parameters and buffers are read.
+    places: of this rank's parameters.
+    """
+
+    assignment: Assignment
+    planned: Sequence[Planned]
+    leaves: Sequence[Sequence[Any]]
+    shares: Sequence[float]
+    module: nn.Module
+    places: Mapping[str, Place]
+    device: torch.device
+    backend: str | None
+    seed: int
+
+
+def stepped(work: Work, with_gradients: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(the loss of the batch, by parameter this rank's part of its gradient)."""
+    step = _Step(work)
+    step.run(with_gradients)
+    return step.loss(), step.gradients() if with_gradients else {}
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step under way.
+
+    kept: by stage and micro-batch what its backward will read.
+    sums: by stage and parameter the gradients so far.
+    """
+
+    work: Work
+    kept: dict[tuple[int, int], dict[Source, Any]] = field(default_factory=dict)
+    sums: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    losses: list[torch.Tensor] = field(default_factory=list)
+
+    def run(self, with_gradients: bool) -> None:
+        """Work off this rank's actions; where ranks are simulated those of all, in the order of time."""
+        schedule, world = self.work.assignment.schedule, World.current()
+        wanted = set("FBIW") if with_gradients else {FORWARD}
+        orders = [[action for action in order if action.kind in wanted] for order in schedule.orders]
+        if world.size == 1:
+            timed = sorted((t.begin, rank, n, t.action) for rank, row in enumerate(schedule.played())
+                           for n, t in enumerate(row) if t.action.kind in wanted)  # fmt: skip
+            mine, transport = [action for *_, action in timed], InProcess()
+        else:
+            mine = orders[self.work.assignment.row_of(world.rank)]
+            transport = self._between_ranks(orders)
+        for action in mine:
+            self._act(action, transport, with_gradients)
+        transport.finish()
+
+    def _between_ranks(self, orders: Sequence[Sequence[Action]]) -> Transport:
+        graphs = {number: planned.graphs for number, planned in enumerate(self.work.planned)}
+        return BetweenRanks(self.work.assignment, orders, graphs, self._shape_of, self.work.device)
+
+    def _shape_of(self, message: Message) -> tuple[tuple[int, ...], torch.dtype]:
+        program = self.work.planned[message.microbatch].programs[message.target]
+        crossing = next(c for c in program.stage.received if c.place == message.place)
+        return program.local_shape(crossing), crossing.dtype
+
+    def _act(self, action: Action, transport: Transport, with_gradients: bool) -> None:
+        planned = self.work.planned[action.microbatch]
+        program = planned.programs[action.stage]
+        arrived = {program.received_of(c): transport.take(m, action) for m, c in needs_of(action, planned.graphs)}
+        act = {
+            FORWARD: self._forward,
+            BACKWARD: self._backward,
+            OF_INPUTS: self._of_inputs,
+            OF_WEIGHTS: self._of_weights,
+        }
+        made = act[action.kind](action, program, arrived)
+        if action.kind == FORWARD and not with_gradients:
+            self.kept.pop((action.stage, action.microbatch))
+        given = {crossing.place: crossing for crossing in program.stage.sent}
+        for message in messages_of(action, planned.graphs):
+            transport.send(message, made[program.sent_of(given[message.place])])
+
+    def _doing(self, kind: str) -> Callable[[Action, StageProgram, dict[Source, Any]], dict[Source, Any]]:
+        return {
+            FORWARD: self._forward, BACKWARD: self._backward, OF_INPUTS: self._of_inputs, OF_WEIGHTS: self._of_weights
+        }[kind]  # fmt: skip
+
+    def _forward(self, action: Action, program: StageProgram, arrived: dict[Source, Any]) -> dict[Source, Any]:
+        half, here = program.step.forward, (action.stage, action.microbatch)
+        values = {s: self._input(s, action.microbatch, arrived) for s in half.inputs}
+        kept = {s: self._input(s, action.microbatch, arrived) for s in program.read_later()}
+        changed = {s.of_input() for s in half.outputs if s.kind == "mutation"}
+        self.kept[here] = {s: value.detach().clone() if s in changed else value for s, value in kept.items()}
+        made = program.run(half, values, self._seed(action), self.work.backend)
+        for source, value in made.items():
+            if source.kind == "mutation":
+                with torch.no_grad():
+                    values[source.of_input()].copy_(value)
+            elif source.kind == "saved":
+                self.kept[here][source] = value
+        if action.stage == self.work.assignment.schedule.stages - 1:
+            self.losses.append(made[program.loss] * self.work.shares[action.microbatch])
+        return made
+
+    def _input(self, source: Source, microbatch: int, arrived: Mapping[Source, Any]) -> Any:
+        """An input of a forward: what arrived, an argument, or what the module has; a rank's own part of it."""
+        if source in arrived:
+            return arrived[source]
+        if source.kind == "argument":
+            value = self.work.leaves[microbatch][source.place]
+        elif source.kind == "constant":
+            value = getattr(self._constants(microbatch), source.name)
+        else:
+            path, _, name = source.name.rpartition(".")
+            owner = self.work.module.get_submodule(path)
+            value = (owner._parameters if source.kind == "parameter" else owner._buffers)[name]
+        return getattr(value, "_local_tensor", value)
+
+    def _constants(self, microbatch: int) -> nn.Module:
+        return self.work.planned[microbatch].graphs[0].graph.module
+
+    def _seed(self, action: Action) -> int:
+        """Random numbers of their own for each stage and micro-batch; the backward reads those of the forward."""
+        return (self.work.seed + _SPREAD * (action.stage << 20 | action.microbatch)) % _SEEDS
+
+    # the backward
+
+    def _backward(self, action: Action, program: StageProgram, arrived: dict[Source, Any]) -> dict[Source, Any]:
+        made = self._of_inputs(action, program, arrived)
+        if program.step.rest is not None:
+            self._of_weights(action, program, {})
+        self.kept.pop((action.stage, action.microbatch), None)
+        return made
+
+    def _of_inputs(self, action: Action, program: StageProgram, arrived: dict[Source, Any]) -> dict[Source, Any]:
+        """The first part of a backward; all of it where it has one."""
+        half, kept = program.step.backward, self.kept[action.stage, action.microbatch]
+        if half is None:
+            return {}
+        kept.update(arrived)
+        if action.stage == self.work.assignment.schedule.stages - 1:
+            kept[Source("tangent", place=program.loss.place)] = self._share(action, program)
+        made = program.run(half, kept, None, self.work.backend)
+        kept.update((source, value) for source, value in made.items() if source.kind == "held")
+        self._add(action.stage, made)
+        return made
+
+    def _of_weights(self, action: Action, program: StageProgram, arrived: dict[Source, Any]) -> dict[Source, Any]:
+        kept = self.kept.pop((action.stage, action.microbatch))
+        if program.step.rest is not None:
+            self._add(action.stage, program.run(program.step.rest, kept, None, self.work.backend))
+        return {}
+
+    def _share(self, action: Action, program: StageProgram) -> torch.Tensor:
+        """The gradient of the batch's loss by a micro-batch's: its share of the rows."""
+        loss = self.losses[0]
+        return torch.full((), self.work.shares[action.microbatch], dtype=loss.dtype, device=loss.device)
+
+    def _add(self, stage: int, made: Mapping[Source, torch.Tensor]) -> None:
+        for source, gradient in made.items():
+            if source.kind == "gradient" and source.name:
+                key = stage, source.name
+                self.sums[key] = self.sums[key].add_(gradient) if key in self.sums else gradient
+
+    # results
+
+    def loss(self) -> torch.Tensor:
+        """The loss of the batch, on every rank."""
+        assignment, world = self.work.assignment, World.current()
+        total = torch.stack(self.losses).sum() if self.losses else torch.zeros((), device=self.work.device)
+        if world.size > 1 and assignment.axis:
+            last = assignment.schedule.stages - 1
+            kind = self.work.planned[0].graphs[last].graph.of_kind("result")[-1][0].meta["val"].dtype
+            total = total.to(kind)
+            _summed(total, self._line_of(range(assignment.schedule.stages)), assignment.axis)
+        return total
+
+    def _line_of(self, stages: Sequence[int]) -> tuple[int, ...]:
+        """The ranks of stages that have this rank's coordinates on other axes."""
+        rank = World.current().rank
+        return tuple(sorted({self.work.assignment.peer(rank, stage) for stage in stages}))
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """By parameter its gradient; those of a parameter that several stages hold are added up."""
+        found: dict[str, torch.Tensor] = {}
+        for (_, name), gradient in self.sums.items():
+            found[name] = found[name] + gradient if name in found else gradient
+        if World.current().size > 1:
+            for name in self._shared():
+                self._add_up(name, found)
+        return found
+
+    def _shared(self) -> list[str]:
+        """The parameters that this rank holds together with others, in an order that is the same on all."""
+        assignment, rank = self.work.assignment, World.current().rank
+        row = assignment.row_of(rank)
+        owners = {name: {assignment.schedule.rank_of(s) for s in held} for name, held in assignment.owners.items()}
+        return [name for name, rows in owners.items() if row in rows and len(rows) > 1]
+
+    def _add_up(self, name: str, found: dict[str, torch.Tensor]) -> None:
+        path, _, last = name.rpartition(".")
+        parameter: Any = self.work.module.get_submodule(path)._parameters[last]
+        if not parameter.requires_grad:
+            return
+        local = getattr(parameter, "_local_tensor", parameter)
+        given = found.get(name, torch.zeros_like(local, requires_grad=False)).contiguous()
+        _summed(given, self._line_of(self.work.assignment.owners[name]), self.work.assignment.axis)
+        found[name] = given
+
+
+def _summed(tensor: torch.Tensor, ranks: tuple[int, ...], axis: str) -> None:
+    World.current().group(ranks, f"of pipeline axis {axis}").all_reduce(tensor).wait()
