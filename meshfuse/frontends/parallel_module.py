@@ -347,7 +347,8 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if state.stepper is not None and state.stepper.assignment.axis:
         raise user_error(
             "a model with a pipeline is called", "", "model.step(...), which runs its stages over micro-batches",
-            "For a loss without gradients call step under torch.no_grad().", caller_line(),
+            "For a loss without gradients call step under torch.no_grad().",
+            line_in_script(sys._getframe(1), ("torch",)),
         )  # fmt: skip
     call = read_call(self, state.tables, state.parts, args, kwargs)
     runner = state.runners.get(call.key)

@@ -29,7 +29,7 @@ from .program import StageProgram, sharding_of, stage_program
 from .schedule import FORWARD, Schedule
 from .stages import check_weights, stage_graphs
 from .stepping import Planned, Work, stepped
-from .with_loss import WithLoss
+from .with_loss import WithLoss, check_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +172,11 @@ class Stepper:
         example = arguments.whole({}, self.places.device, dtype)
         args, kwargs = pytree.tree_unflatten(example, arguments.call.tree)
         with self.plain(), self.elsewhere.there(), torch.enable_grad():
-            return captured(
+            found = captured(
                 whole, args, kwargs, self.places.device, line, scalars_only=True, dtype=dtype, given=arguments.text
             )
+        check_loss(found.of_kind("result")[0][0].meta["val"], line)
+        return found
 
     def _setting(self, arguments: Arguments, call: Call) -> Setting:
         precision, options = self.options.precision, self.options

@@ -112,34 +112,35 @@ class _Players:
     def orders(self) -> tuple[tuple[Action, ...], ...] | None:
         """By rank its actions; None where none can go on."""
         found: list[list[Action]] = [[] for _ in range(self.ranks)]
-        left = [set(self._all(rank)) for rank in range(self.ranks)]
+        nexts = [self._first(rank) for rank in range(self.ranks)]
         clocks, held = [0.0] * self.ranks, [0] * self.ranks
-        while any(left):
-            moves = [
-                move for rank in range(self.ranks) if (move := self._move(rank, left[rank], clocks[rank], held[rank]))
-            ]
+        while any(nexts):
+            tried = [self._move(rank, nexts[rank], clocks[rank], held[rank]) for rank in range(self.ranks)]
+            moves = [move for move in tried if move is not None]
             if not moves:
                 return None
             begin, _, rank, action = min(moves, key=lambda move: move[:3])
             clocks[rank] = self.ends[action] = begin + UNIT[action.kind]
             held[rank] += {FORWARD: 1, OF_WEIGHTS: -1, OF_INPUTS: 0}[action.kind]
             found[rank].append(action)
-            left[rank].discard(action)
+            nexts[rank].discard(action)
+            if action.microbatch + 1 < self.microbatches:
+                nexts[rank].add(Action(action.kind, action.stage, action.microbatch + 1))
         return tuple(map(tuple, found))
 
-    def _all(self, rank: int) -> list[Action]:
-        kinds = (FORWARD, OF_INPUTS, OF_WEIGHTS)
+    def _first(self, rank: int) -> set[Action]:
+        """What a rank does first of each kind and stage: micro-batches go in order."""
         stages = [stage for stage in range(self.ranks * self.chunks) if self._rank_of(stage) == rank]
-        return [Action(kind, s, n) for kind in kinds for s in stages for n in range(self.microbatches)]
+        return {Action(kind, stage, 0) for kind in (FORWARD, OF_INPUTS, OF_WEIGHTS) for stage in stages}
 
     def _rank_of(self, stage: int) -> int:
         place, chunk = stage % self.ranks, stage // self.ranks
         return self.ranks - 1 - place if self.kind.is_v and chunk % 2 else place
 
-    def _move(self, rank: int, left: set[Action], clock: float, held: int) -> tuple[float, Any, int, Action] | None:
+    def _move(self, rank: int, nexts: set[Action], clock: float, held: int) -> tuple[float, Any, int, Action] | None:
         """(begin, preference, rank, action) of what a rank does next; None while nothing that it needs is done."""
         limit = self.kind.held(self.ranks, rank, self.chunks, self.microbatches) + self.more
-        ready = [(max(clock, at), action) for action in left if (at := self._ready(action)) is not None]
+        ready = [(max(clock, at), action) for action in nexts if (at := self._ready(action)) is not None]
         ready = [(at, action) for at, action in ready if action.kind != FORWARD or self._may_begin(action, held, limit)]
         if not ready:
             return None

@@ -249,7 +249,9 @@ def _crossing(owners: _Owners, node: Node, targets: set[int], place: int, line: 
             f"pipeline: {line_of(node).name} of stage {source}", f"read by stages {sorted(targets)}",
             "a cut that activations cross forwards, and gradients backwards", "Cut at other modules.", line,
         )  # fmt: skip
-    return Crossing(place, line_of(node).name, tuple(value.shape), value.dtype, source, tuple(sorted(targets)), back)
+    return Crossing(
+        place, line_of(node).name, tuple(int(n) for n in value.shape), value.dtype, source, tuple(sorted(targets)), back
+    )
 
 
 def _needed(ends: Sequence[Node], owners: _Owners, stage: int) -> tuple[set[Node], list[Node]]:

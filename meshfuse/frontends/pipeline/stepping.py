@@ -17,7 +17,7 @@ from .assign import Assignment
 from .program import StageProgram
 from .schedule import BACKWARD, FORWARD, OF_INPUTS, OF_WEIGHTS, Action
 from .stages import StageGraph
-from .transport import BetweenRanks, InProcess, Message, Transport, messages_of, needs_of
+from .transport import BetweenRanks, Expected, InProcess, Message, Transport, messages_of, needs_of
 
 _SEEDS = 2**62
 _SPREAD = 0x9E3779B97F4A7C15
@@ -90,12 +90,14 @@ class _Step:
 
     def _between_ranks(self, orders: Sequence[Sequence[Action]]) -> Transport:
         graphs = {number: planned.graphs for number, planned in enumerate(self.work.planned)}
-        return BetweenRanks(self.work.assignment, orders, graphs, self._shape_of, self.work.device)
+        return BetweenRanks(self.work.assignment, orders, graphs, self._expected, self.work.device)
 
-    def _shape_of(self, message: Message) -> tuple[tuple[int, ...], torch.dtype]:
+    def _expected(self, message: Message) -> Expected:
         program = self.work.planned[message.microbatch].programs[message.target]
         crossing = next(c for c in program.stage.received if c.place == message.place)
-        return program.local_shape(crossing), crossing.dtype
+        kind = "backward" if crossing.back else "forward"
+        what = f"{crossing.name} for the {kind} of stage {message.target}, micro-batch {message.microbatch}"
+        return Expected(program.local_shape(crossing), crossing.dtype, what)
 
     def _act(self, action: Action, transport: Transport, with_gradients: bool) -> None:
         planned = self.work.planned[action.microbatch]

@@ -7,13 +7,14 @@ it computes. What it has sent it holds until the peer has shown, by a later mess
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from ...errors import RankError
+from ...runtime.work import Work
 from ...runtime.world import World
 from .assign import Assignment
 from .schedule import FORWARD, OF_WEIGHTS, Action
@@ -29,6 +30,15 @@ class Message:
     place: int
     target: int
     microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A message before it has come: the shape of a rank's part, its type, and what it is in words."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    what: str
 
 
 class Transport(Protocol):
@@ -113,16 +123,16 @@ class _Link:
 class BetweenRanks:
     """For real ranks: one step of a schedule, in which every message and its order are known.
 
-    shapes: by crossing the shape of a rank's part, and its type, for each micro-batch.
+    expected: by message the shape of a rank's part, its type, and what it is in words.
     graphs: the stages, by micro-batch.
     """
 
     def __init__(
         self, assignment: Assignment, orders: Sequence[Sequence[Action]], graphs: Mapping[int, Sequence[StageGraph]],
-        shapes: Any, device: torch.device,
+        expected: Callable[[Message], Expected], device: torch.device,
     ) -> None:  # fmt: skip
         self._world = World.current()
-        self._assignment, self._device, self._shapes = assignment, device, shapes
+        self._assignment, self._device, self._expected = assignment, device, expected
         self._row = assignment.row_of(self._world.rank)
         self._own = InProcess()
         self._links: dict[int, _Link] = {}
@@ -172,9 +182,12 @@ class BetweenRanks:
     def _post(self, link: _Link) -> None:
         if link.incoming:
             message = link.incoming.popleft()
-            shape, dtype = self._shapes(message)
-            buffer = torch.empty(shape, dtype=dtype, device=self._device)
-            link.posted[message] = link.group.recv(buffer, link.index), buffer
+            expected = self._expected(message)
+            buffer = torch.empty(expected.shape, dtype=expected.dtype, device=self._device)
+            work = link.group.recv(buffer, link.index)
+            if isinstance(work, Work):
+                work.name = f"recv of {expected.what}"
+            link.posted[message] = work, buffer
 
     def _release(self, link: _Link, when: int) -> None:
         """Let go what the peer had read before it sent, as its action number `when`, what has just come."""

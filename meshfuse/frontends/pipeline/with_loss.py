@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import user_error
+from ...errors import SourceLine, user_error
 from ..kv_caches import INNER
 
 TARGET = "target"  # What errors and `inputs=` call the loss function's second argument.
@@ -31,7 +31,7 @@ class WithLoss(nn.Module):
 
 
 def _number_in(result: Any) -> torch.Tensor:
-    """The loss in a model's results."""
+    """The loss in a model's results; some other result where there is none, which `check_loss` finds."""
     if isinstance(result, torch.Tensor):
         found = [result]
     elif getattr(result, "loss", None) is not None:
@@ -39,9 +39,14 @@ def _number_in(result: Any) -> torch.Tensor:
     else:
         found = list(result.values() if hasattr(result, "values") else result)
     numbers = [value for value in found if isinstance(value, torch.Tensor) and not value.ndim]
-    if not numbers:
+    return numbers[0] if numbers else found[0]
+
+
+def check_loss(value: torch.Tensor, line: SourceLine) -> None:
+    """Raises DefinitionError for a loss that has dims."""
+    if value.ndim:
+        shape = [int(n) for n in value.shape]
         raise user_error(
-            "step: the model returns no loss", "results with dims", "a tensor without dims among its results",
-            "Pass loss= to mf.parallelize, a function of the model's result and a target.",
+            "step: the loss of the model", f"a result of shape {shape}", "a tensor without dims",
+            "Return a loss, or pass loss= to mf.parallelize: a function of the model's result and a target.", line,
         )  # fmt: skip
-    return numbers[0]
