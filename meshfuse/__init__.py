@@ -43,6 +43,7 @@ _HOME = {
     "OutOfMemoryError": "executor.kernel_errors",
     "compile": "frontends.compiled_function",
     "parallelize": "frontends.parallel_module",
+    "FSDP": "frontends.fsdp",
     "Pipeline": "frontends.pipeline.options",
     "Precision": "frontends.precision",
     "save": "checkpoint",
@@ -51,6 +52,7 @@ _HOME = {
 # Modules that users name in full. They are no part of `from meshfuse import *`, which would load them.
 _MODULES = ("costs", "nvfuser_direct", "session", "testing", "thunder")
 __all__ = [
+    "FSDP",
     "ArgumentError",
     "CheckpointError",
     "DataType",
@@ -109,6 +111,7 @@ if TYPE_CHECKING:
     from .executor.kernel_errors import OutOfMemoryError
     from .executor.shards import shard_tensor
     from .frontends.compiled_function import compile
+    from .frontends.fsdp import FSDP
     from .frontends.parallel_module import parallelize
     from .frontends.pipeline.options import Pipeline
     from .frontends.precision import Precision

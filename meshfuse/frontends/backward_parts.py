@@ -63,7 +63,7 @@ def _part(
     return Part(
         tuple(node for node in cut.again if node in again), tuple(nodes),
         tuple(place for place, node in enumerate(cut.saved) if node in wanted), taken, given,
-        tuple(node for node, _ in graph.inputs if node in wanted), tuple(ends),
+        tuple(node for node, _ in graph.inputs if node in wanted and node not in stop), tuple(ends),
     )  # fmt: skip
 
 

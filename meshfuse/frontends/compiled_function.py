@@ -95,7 +95,9 @@ def _state(made: nn.Module, states: Mapping[str, State], mesh: Any, options: Opt
     placed = {f"{head}.{name}": place for head, s in states.items() for name, place in s.parameters.items()}
     axes = [s.plan.tensor_axis for s in states.values() if s.plan.tensor_axis is not None]
     outputs = {f"{head}.{name}": spec for head, s in states.items() for name, spec in s.plan.outputs.items()}
-    plan = ModulePlan(mesh, specs, outputs, (), axes[0] if axes else None)
+    units = {f"{head}.{name}": f"{head}.{unit}" for head, s in states.items() for name, unit in s.plan.units.items()}
+    sharding = next((s.plan.sharding for s in states.values() if s.plan.sharding is not None), None)
+    plan = ModulePlan(mesh, specs, outputs, sharding, axes[0] if axes else None, units)
     first = next(iter(states.values()), None)
     device = first.places.device if first is not None else torch.device("cpu")
     given = first.places.torch_mesh if first is not None else None

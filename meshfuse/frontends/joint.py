@@ -26,6 +26,7 @@ from .activations import outputs_of_modules
 from .backward_parts import Part, parts_of
 from .capture import Captured, Source
 from .cut import Cut, cut
+from .fsdp import gathers, in_turn, units_last
 from .lines import line_of
 from .masks import recognised
 from .plans import ModulePlan, Spec
@@ -123,7 +124,8 @@ class _Planner:
             if isinstance(node.meta.get("val"), torch.Tensor):
                 self.sizes.bind(node.meta["val"].shape, setting.shapes[source.place])
         self.masks = recognised(graph.module.graph, self.sizes)
-        self.cut: Cut = cut(graph, self.masks, setting.max_memory is not None)
+        self.sharded = self._sharded()
+        self.cut: Cut = self._with_gathered(cut(graph, self.masks, setting.max_memory is not None))
         self.activations = outputs_of_modules(graph.module.graph, setting.plan.outputs, self.cut.forward)
         self.sources = dict(graph.inputs)
         self.parts = parts_of(graph, self.cut, self._read, setting.is_split) if self.cut.backward else []
@@ -160,7 +162,7 @@ class _Planner:
         """The joint definition, and the shardings in which it has what the halves hand on."""
         made = self._writer()
         self._take(made, self._inputs())
-        made.write(self.cut.forward)
+        self._write(made, self.cut.forward)
         self._annotate_activations(made)
         kept = {node: made.values[node] for node in self.cut.saved}
         self._finish_forward(made, kept=False)
@@ -194,7 +196,7 @@ class _Planner:
         used = {x for node in self.cut.forward for x in self._read(node)} | set(ends)
         taken = [node for node, _ in self.graph.inputs if node in used and _is_tensor(node)]
         self._take(made, taken)
-        made.write(self.cut.forward)
+        self._write(made, self.cut.forward)
         self._annotate_activations(made)
         outputs = self._finish_forward(made, kept=True)
         outputs += [Source("saved", place=place) for place in range(len(self.cut.saved))]
@@ -224,8 +226,9 @@ class _Planner:
             taken.append(Source("held", place=place))
         reads = [node for node in part.reads if _is_tensor(node)]
         self._take(made, reads)
-        made.write(part.again)
-        made.write(part.nodes)
+        ends = {node: self.setting.plan.units.get(source.name, "") for node, source in part.ends if source.name}
+        nodes = units_last(part.nodes, ends) if self.sharded else part.nodes
+        self._write(made, in_turn(part.again, nodes, self._read))
         outputs = self._finish_backward(made, part)
         for place, node in enumerate(part.given):
             made.fd.add_output(made.values[node])
@@ -241,7 +244,8 @@ class _Planner:
     # parts of definitions
 
     def _writer(self, search: str | None = None) -> Translator:
-        fd = TracedDefinition(max_memory=self.setting.max_memory, search=search)
+        found = "follow" if self._is_data_parallel() else search
+        fd = TracedDefinition(max_memory=self.setting.max_memory, search=found)
         made = Translator(fd, self.sizes, replaced=self.masks, replicate=self.setting.replicate)
         for node, _ in self.graph.inputs:
             if not _is_tensor(node):
@@ -262,6 +266,7 @@ class _Planner:
             view = made.input(node, self._line(name), kept)
             spec = self._spec(source, view.ndim)
             self._annotate(made.fd, view, spec)
+            made.sharded.update({node} & self.sharded.keys())
             if source.kind == "parameter" and self.setting.plan.stays(spec):
                 annotating.keep_stationary(made.fd.recording, view.id, self.setting.plan.stays(spec), self.setting.line)
             if kept is not None and kept != node.meta["val"].dtype:
@@ -269,6 +274,53 @@ class _Planner:
                 cast = made.fd.ops.cast(view, from_torch(node.meta["val"].dtype))
                 self._annotate(made.fd, cast, spec)
                 made.values[node] = cast
+
+    # fully sharded parameters
+
+    def _sharded(self) -> dict[Node, str]:
+        """By parameter that is cut over the axes of FSDP its unit."""
+        plan = self.setting.plan
+        named = [(node, source.name) for node, source in self.graph.of_kind("parameter")]
+        return {node: plan.units[name] for node, name in named if plan.gathered(name) is not None}
+
+    def _is_data_parallel(self) -> bool:
+        """Whether parameters are fully sharded and all axes are the batch's.
+
+        What a user then asks for is a rule and no search: ranks compute with rows of their own, whichever plan takes
+        less time.
+        """
+        mesh, batch = self.setting.mesh, self.setting.batch[1] if self.setting.batch is not None else ()
+        data = {batch} if isinstance(batch, str) else set(batch or ())
+        others = [axis for axis in mesh.names if axis not in data and mesh.axis_size(axis) > 1]
+        return self.setting.plan.sharding is not None and not others
+
+    def _with_gathered(self, found: Cut) -> Cut:
+        """The forward also saves the parameters that it has gathered, where they stay so for the backward."""
+        fsdp = self.setting.plan.sharding
+        if fsdp is None or fsdp.reshard_after_forward:
+            return found
+        kept = [node for node in found.reads if node in self.sharded]
+        reads = tuple(node for node in found.reads if node not in self.sharded)
+        return replace(found, saved=(*found.saved, *kept), reads=reads)
+
+    def _write(self, made: Translator, nodes: Sequence[Node]) -> None:
+        """Write nodes; parameters that are fully sharded are gathered unit by unit, before a unit's first node."""
+        fsdp = self.setting.plan.sharding
+        cut_in = {node: unit for node, unit in self.sharded.items() if node in made.sharded}
+        before = gathers(nodes, cut_in, fsdp.prefetch, self._read) if fsdp is not None else {}
+        for node in nodes:
+            for parameter in before.get(node, ()):
+                self._gather(made, parameter)
+            made.write([node])
+
+    def _gather(self, made: Translator, node: Node) -> None:
+        source = self.sources[node]
+        spec = self.setting.plan.gathered(source.name)
+        made.fd.at = self._line(f"{source.name}.gathered")
+        whole = made.values[node] = made.fd.ops.set(made.values[node])
+        self._annotate(made.fd, whole, spec)
+        if self.setting.plan.stays(spec):
+            annotating.keep_stationary(made.fd.recording, whole.id, self.setting.plan.stays(spec), self.setting.line)
 
     def _name(self, source: Source) -> str:
         """What bills call an input or output."""

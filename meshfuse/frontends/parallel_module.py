@@ -26,6 +26,7 @@ from .autograd import Runner
 from .calls import Arguments, Call, read_call
 from .capture import Captured, captured
 from .draws import GeneratorDraws
+from .fsdp import FSDP
 from .joint import Half, Setting, planned
 from .kv_caches import WithCaches
 from .loading import init_weights, load
@@ -64,7 +65,7 @@ def parallelize(
         name, or torch's ParallelStyle objects; "hf" for the plan that a model of transformers has.
     inputs: by name of the forward's arguments how they are cut. A plain tensor is this rank's shard; a DTensor says its
         own placements. Arguments that are not named are whole on every rank.
-    fsdp: axes over which every parameter is cut as well, to be gathered for its use alone.
+    fsdp: how every parameter is cut as well, to be gathered for its use alone: an `mf.FSDP`, or the axes of one.
     dynamic: by name of an argument the dims whose sizes change from call to call: others sizes are not captured anew.
     precision: types to compute and to reduce gradients in (`mf.Precision`).
     backend, max_memory: as of `fd.execute` and `FusionDefinition`.
@@ -82,7 +83,7 @@ def parallelize(
         whole = checked_mesh(mesh, line)
         check_world(whole, line)
         stages = _assignment(module, whole, pipeline, loss, line)
-        found = stages.mesh_here()
+        found, precision = stages.mesh_here(), _precision(precision, fsdp)
         names = list(inspect.signature(module.forward).parameters)
         specs = checked_specs("inputs", inputs, [*names, *([TARGET] if loss is not None else [])], found, line)
         sizes = checked_specs("dynamic", dynamic, names, found, line)
@@ -100,6 +101,12 @@ def parallelize(
     object.__setattr__(module, STATE, state)
     module.__class__ = parallel_class(type(module))
     return module
+
+
+def _precision(given: Precision | None, fsdp: Any) -> Precision | None:
+    """The types to compute in, which may be said with FSDP."""
+    said = isinstance(fsdp, FSDP) and (fsdp.param_dtype or fsdp.reduce_dtype)
+    return Precision(fsdp.param_dtype, fsdp.reduce_dtype) if said and given is None else given
 
 
 def _assignment(module: nn.Module, mesh: DeviceMesh, pipeline: Any, loss: Any, line: SourceLine) -> Assignment:

@@ -17,6 +17,7 @@ from ..definition.annotation import layouts_of_spec
 from ..errors import MeshfuseError, SourceLine, shown, user_error
 from ..mesh import DeviceMesh
 from ..sharding.layout import Split
+from .fsdp import FSDP, units_of, without_axes
 from .patterns import matching, nearest
 
 Spec = tuple[Any, ...]
@@ -50,15 +51,28 @@ class ModulePlan:
     """Where parameters lie, by full name, and how activations are annotated, by the name of the module that returns
     them.
 
-    fsdp: the axes over which parameters are also cut, and gathered for use.
+    sharding: how parameters are fully sharded as well; None for not.
+    units: by parameter the unit with which it is gathered.
     tensor_axis: the axis of tensor parallelism; None where no style names one.
     """
 
     mesh: DeviceMesh
     parameters: Mapping[str, Spec]
     outputs: Mapping[str, Spec] = field(default_factory=dict)
-    fsdp: tuple[str, ...] = ()
+    sharding: FSDP | None = None
     tensor_axis: str | None = None
+    units: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def fsdp(self) -> tuple[str, ...]:
+        """The axes over which parameters are also cut, and gathered for use."""
+        return self.sharding.axes if self.sharding is not None else ()
+
+    def gathered(self, name: str) -> Spec | None:
+        """How a parameter lies for its use; None where it is not cut over the axes of fsdp."""
+        spec = self.parameters.get(name)
+        cut = spec is not None and self.fsdp and not set(self.fsdp).isdisjoint(_axes_of([spec]))
+        return without_axes(spec, self.fsdp) if cut else None
 
     def stays(self, spec: Spec | None) -> list[str]:
         """The axes along which a parameter of this spec stays, and ops come to it: all but those of fsdp."""
@@ -79,7 +93,8 @@ def module_plan(
     Raises DefinitionError for plans and styles that do not exist, patterns that match nothing, and specs that do not
     fit.
     """
-    cut_over = _axes(mesh, fsdp, line)
+    sharding = _sharding(mesh, fsdp, line)
+    cut_over = sharding.axes if sharding is not None else ()
     entries = _entries(module, plan, line)
     reader = _Reader(module, mesh, cut_over, inputs, line)
     for pattern, value in entries.items():
@@ -88,18 +103,23 @@ def module_plan(
     found = {name: _with_fsdp(reader.specs.get(name), shape, mesh, cut_over) for name, shape in sizes.items()}
     for name, spec in found.items():
         layouts_of_spec(name, mesh, spec, len(sizes[name]), line)
-    return ModulePlan(mesh, found, reader.outputs, cut_over, reader.tensor_axis)
+    units = units_of(module, sharding) if sharding is not None else {}
+    return ModulePlan(mesh, found, reader.outputs, sharding, reader.tensor_axis, units)
 
 
-def _axes(mesh: DeviceMesh, fsdp: Any, line: SourceLine) -> tuple[str, ...]:
-    """The names of axes that a user gives as one name or several."""
-    given = () if fsdp is None else (fsdp,) if isinstance(fsdp, str) else fsdp
-    wrong = [axis for axis in given if axis not in mesh.names] if isinstance(given, (list, tuple)) else [given]
+def _sharding(mesh: DeviceMesh, fsdp: Any, line: SourceLine) -> FSDP | None:
+    """How parameters are fully sharded, which a user says by an mf.FSDP, or by one axis or several."""
+    if fsdp is None:
+        return None
+    given = fsdp if isinstance(fsdp, FSDP) else None
+    axes = given.axes if given is not None else (fsdp,) if isinstance(fsdp, str) else fsdp
+    wrong = [axis for axis in axes if axis not in mesh.names] if isinstance(axes, (list, tuple)) else [fsdp]
+    if given is not None and given.replicate is not None and given.replicate not in set(mesh.names) - set(axes):
+        wrong = [given.replicate]
     if wrong:
-        raise user_error(
-            "parallelize: fsdp", shown(fsdp), f"one or several of {list(mesh.names)}", "Name axes of the mesh.", line
-        )
-    return tuple(given)
+        raise user_error("parallelize: fsdp", shown(wrong[0]), f"an mf.FSDP, or one or several of {list(mesh.names)}",
+                         "Name axes of the mesh.", line)  # fmt: skip
+    return given or (FSDP(tuple(axes)) if axes else None)
 
 
 def _entries(module: nn.Module, plan: Any, line: SourceLine) -> Mapping[str, Any]:

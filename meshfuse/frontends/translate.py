@@ -27,6 +27,7 @@ class Translator:
     sizes: the numbers of the graph's symbolic sizes.
     replaced: by node other arguments than it has.
     replicate: whether ops without a rule are computed whole on every rank.
+    sharded: parameters among the inputs that are to be gathered before they are read.
     """
 
     fd: TracedDefinition
@@ -34,6 +35,7 @@ class Translator:
     values: dict[torch.fx.Node, Any] = field(default_factory=dict)
     replaced: Mapping[torch.fx.Node, tuple[Any, ...]] = field(default_factory=dict)
     replicate: bool = False
+    sharded: set[torch.fx.Node] = field(default_factory=set)
 
     def input(self, node: torch.fx.Node, line: SourceLine, dtype: Any = None) -> TensorView:
         """Make a node an input of the definition, as it is (or of another type); the line has its name."""

@@ -2,8 +2,9 @@
 
 As in GSPMD (Xu et al., 2021) and Shardy: ops that only pass their dims on come first, until nothing changes, and then
 all ops. A tensor takes what its op's other tensors say of the dims that they share, and only ever takes more axes; an
-annotated one stays as it is. Where tensors disagree the one with more axes decides, then a result, then the larger one.
-Sums are reduced where they are made.
+annotated one stays as it is. Where tensors disagree the one with more axes decides, then a result, then the larger one;
+but a reduction over axes on which all of its operands lie stays there, so that only what is reduced is moved. Sums are
+reduced where they are made.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ..placement.options import Choice, Source, op_seconds
 from ..placement.roofline import stored_by, stored_tensors
 from ..reshard.steps import group_size
 from ..sharding import layout as lay
-from ..sharding.layout import WHOLE
+from ..sharding.layout import WHOLE, Layout
 from ..sharding.value import Sharding
 from .answer import Optimum
 from .special_layouts import Dims, tensors_of
@@ -135,7 +136,7 @@ class _Follow:
         mesh, rule = self.meshes[node.id], node.rule
         made = [row for row in tensors_of(node) if row[0] in node.outputs and self.lies_on[row[0]] == mesh]
         results = [layouts_of(rule, factors, shape, self._dims(i, shape)) for i, factors, shape in made]
-        wanted = merged([self._reductions(node), *results, *self._votes(node)])
+        wanted = merged([self._reductions(node), self._agreed_reductions(node), *results, *self._votes(node)])
         for layouts in (wanted, without_reductions(rule, wanted), (WHOLE,) * len(rule.factors)):
             found = placed(node.call, rule, mesh, representable(rule, layouts))
             if found is not None:
@@ -148,6 +149,20 @@ class _Follow:
         return tuple([
             lay.canonical(next(given, WHOLE), f.size) if f.kind is FactorKind.REDUCE else WHOLE
             for f in node.rule.factors
+        ])  # fmt: skip
+
+    def _agreed_reductions(self, node: Node) -> Layouts:
+        """The layouts of factors that are reduced, where all operands that have one say the same of it."""
+        mesh, rule = self.meshes[node.id], node.rule
+        said: list[set[Layout]] = [set() for _ in rule.factors]
+        for tensor, factors, shape in list(tensors_of(node))[: len(node.inputs)]:
+            dims = self._dims(tensor, shape) if self.lies_on[tensor] == mesh else (WHOLE,) * len(shape)
+            layouts = layouts_of(rule, factors, shape, dims)
+            for factor in {f for dim in factors for f in dim}:
+                said[factor].add(layouts[factor])
+        return tuple([
+            next(iter(found)) if len(found) == 1 and f.kind is FactorKind.REDUCE else WHOLE
+            for f, found in zip(rule.factors, said, strict=True)
         ])  # fmt: skip
 
     def _shardings(self, placements: Sequence[Placement]) -> dict[int, Sharding]:

@@ -125,11 +125,15 @@ class _Postponer:
             self.done.append(statement)
 
     def _release(self) -> None:
-        """Release the reductions that the first waiting statement needs, with small ones; then resume the others."""
-        needed = set(self.waiting[0].inputs)
+        """Release the reductions that the first waiting statement needs; then resume the others.
+
+        Those of their kind that other waiting statements need go with them, and small ones.
+        """
+        needed, wanted = set(self.waiting[0].inputs), {v for statement in self.waiting for v in statement.inputs}
         # In the order of the reductions: that of a set of texts is another one on every rank.
         keys = list(dict.fromkeys(self._key(s) for s in self.held if s.target in needed))
-        go = [s for s in self.held if s.target in needed or (self._key(s) in keys and self._is_small(s))]
+        fits = [s for s in self.held if self._key(s) in keys and (s.target in wanted or self._is_small(s))]
+        go = [s for s in self.held if s.target in needed or s in fits]
         go.sort(key=lambda s: keys.index(self._key(s)))
         self.done += go
         self.held = [s for s in self.held if s not in go]

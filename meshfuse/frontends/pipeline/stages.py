@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import MeshfuseError, SourceLine, user_error
 from ..capture import Captured, Source
+from ..fsdp import is_view
 from ..lines import line_of, module_paths
 
 Node = torch.fx.Node
@@ -264,22 +265,12 @@ def _needed(ends: Sequence[Node], owners: _Owners, stage: int) -> tuple[set[Node
         node = waiting.pop()
         if node in inside or node in outside:
             continue
-        if node in owners.stage and owners.stage[node] != stage and not _is_view(node):
+        if node in owners.stage and owners.stage[node] != stage and not is_view(node):
             outside[node] = None
         else:
             inside.add(node)
             waiting += node.all_input_nodes
     return inside, list(outside)
-
-
-def _is_view(node: Node) -> bool:
-    """Whether a node has all elements of one tensor, in another shape."""
-    return str(node.target).removeprefix("aten.").partition(".")[0] in _VIEWS
-
-
-_VIEWS = frozenset((
-    "view", "_unsafe_view", "reshape", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand", "alias", "detach",
-))  # fmt: skip
 
 
 class _Builder:
