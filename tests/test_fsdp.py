@@ -23,7 +23,7 @@ class Layer(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Stack(nn.Module):
