@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from . import recorded_calls
 from .argument_checks import as_int, check_flags
 from .automatic_plan import AutoPlan
 from .compiler import CompiledProgram
@@ -29,6 +30,7 @@ from .ops.values import ScalarRef
 from .plans.halves import write_halves
 from .preparation import prepared
 from .programs import Programs, Shapes
+from .recorded_calls import Backwards
 from .report.bill import Bill, bill_of
 from .report.explain import explain_all, explain_tensor
 from .report.memory import Memory, modelled_memory
@@ -91,7 +93,7 @@ class FusionDefinition:
     ) -> None:  # fmt: skip
         self.recording = recording
         self._programs = Programs(self, max_wire, max_memory, search)
-        self._execution = Execution(self, self._programs)
+        self._execution, self._backwards = Execution(self, self._programs), Backwards()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Scripts keep tensors as attributes. Raises DefinitionError for a name that the definition itself uses."""
@@ -332,10 +334,15 @@ class FusionDefinition:
         cuda_graph: capture the step on a GPU at its first call, and replay it from then on. The program must take no
             scalars and draw no random numbers.
 
+        Outputs carry gradients where an input needs one: `loss.backward()` runs a backward by `fd.grad`. A loss of
+        shards is that of the rank's own part, and the gradients are of the sum over ranks; of whole outputs every rank
+        must make the same loss.
+
         Raises ArgumentError for arguments that do not fit, RankError where a peer fails or disagrees, RankTimeout where
         one does not answer, and KernelError or OutOfMemoryError where torch cannot compute an op.
         """
-        return self._execution.execute(inputs, (idle_ranks, backend, cuda_graph))
+        options = (idle_ranks, backend, cuda_graph)
+        return recorded_calls.run(self, lambda execution, given: execution.execute(given, options), inputs)
 
     def simulate(
         self, inputs: Sequence[Any], *, check_replicas: bool = False, check_streams: bool = False
@@ -348,17 +355,20 @@ class FusionDefinition:
 
         Raises ArgumentError for arguments that do not fit.
         """
-        return self._execution.simulate(inputs, check_replicas, check_streams)
+        return recorded_calls.run(
+            self, lambda execution, given: execution.simulate(given, check_replicas, check_streams), inputs
+        )
 
     def __call__(self, *inputs: Any) -> list[torch.Tensor]:
         """Global tensors in and out, on the ranks that a launcher started; on simulated ones where it started none.
 
-        On real ranks every rank must pass the same tensors: the first call with new shapes compares them, and raises
-        RankError where they differ. Other errors are those of `execute`.
+        Outputs carry gradients where an input needs one: `loss.backward()` runs a backward by `fd.grad`, which is
+        planned when it is first asked for. On real ranks every rank must pass the same tensors: the first call with new
+        shapes compares them, and raises RankError where they differ. Other errors are those of `execute`.
         """
         if World.current().size == 1:
             return self.simulate(inputs)
-        return self._execution.on_launched_ranks(inputs)
+        return recorded_calls.run(self, Execution.on_launched_ranks, inputs)
 
     def compile(self, *shapes: Sequence[int], scalars: Mapping[int, Any] | None = None) -> CompiledProgram:
         """Compile for these global shapes, one per input tensor; without shapes, for the sizes in the definition.
@@ -403,6 +413,17 @@ class FusionDefinition:
         return FusionDefinition(self.recording.seed, **bounds, search=self._programs.effort.value)
 
     # ask
+
+    def latest_backward(self) -> FusionDefinition:
+        """The definition of the gradients that ran last for torch's autograd: ask it for its bill, say.
+
+        Its inputs are this definition's, and then a gradient for each output that has one; its outputs are the
+        gradients of the inputs that need one. Raises DefinitionError where no backward has run yet.
+        """
+        if self._backwards.latest is None:
+            raise user_error("no backward of this definition has run yet", "", "a call with inputs that need gradients",
+                             "Call loss.backward() on what it returns.", caller_line())  # fmt: skip
+        return self._backwards.latest
 
     @property
     def max_wire(self) -> float | None:
@@ -488,4 +509,4 @@ class FusionDefinition:
 
     def _random_state(self, device: torch.device, step: int) -> tuple[int, int]:
         """The seed and the offset by which step number `step` on this device draws random numbers."""
-        return self._execution.seed.value(), step
+        return self._execution.random_state(step)

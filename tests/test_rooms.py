@@ -12,7 +12,7 @@ PACKAGE = Path(meshfuse.__file__).parent
 # Packages and root modules, from the top down: each imports only what stands behind it here.
 ORDER = (
     "__main__", "cli", "__init__", "testing", "thunder", "frontends", "nvfuser_direct", "session",
-    "fusion_definition", "preparation", "execution", "programs", "automatic_plan",
+    "fusion_definition", "preparation", "recorded_calls", "execution", "programs", "automatic_plan",
     "report", "checkpoint", "executor", "compiler",
     "backends", "host_ir", "lowering",
     "plans", "rewrites", "resharding", "propagation", "planner", "placement", "reshard",

@@ -1,0 +1,116 @@
+"""`loss.backward()` through `fd.execute` and `fd(...)` on gloo ranks: plain shards, DTensors and whole tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_dtensor import distributed, numbers, torch_mesh
+
+import meshfuse as mf
+
+pytestmark = pytest.mark.ranks
+
+DOUBLE = mf.DataType.Double
+AXES = ("dp", "tp")
+
+
+def defined(rows: int) -> tuple[mf.FusionDefinition, list[Any]]:
+    mesh = mf.DeviceMesh((2, 2), AXES)
+    with mf.FusionDefinition() as fd:
+        x, w, b = (fd.define_tensor(shape, dtype=DOUBLE) for shape in ([rows, 8], [12, 8], [12]))
+        y = fd.ops.tanh(fd.ops.linear(x, w, b))
+        fd.add_output(y)
+        fd.add_output(fd.ops.mean(fd.ops.mul(y, y)))
+        for tensor, spec in ((x, ["dp", None]), (w, ["tp", None]), (y, ["dp", "tp"])):
+            fd.mesh_split(tensor, mesh, spec)
+    return fd, [x, w, b]
+
+
+def leaves(rows: int) -> list[torch.Tensor]:
+    return [numbers(rows, 8), numbers(12, 8), numbers(12)]
+
+
+def wanted(rows: int) -> list[torch.Tensor]:
+    """The gradients of the sum of cosines, and of the mean of squares, of one layer."""
+    tensors = [t.requires_grad_() for t in leaves(rows)]
+    y = F.linear(*tensors).tanh()
+    return list(torch.autograd.grad(y.cos().sum() + 3 * y.square().mean(), tensors))
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def on_rank_shards(rows: int) -> tuple[bool, bool]:
+    fd, views = defined(rows)
+    shards = [mf.shard_tensor(t, v).clone().requires_grad_() for t, v in zip(leaves(rows), views, strict=True)]
+    for _ in range(2):
+        y, mean = fd.execute(shards)
+        (y.cos().sum() + 3 * mean).backward()
+    for shard, view, whole in zip(shards, views, wanted(rows), strict=True):
+        close(shard.grad, 2 * mf.shard_tensor(whole, view))
+    made = len(fd._programs.compiled), len(fd.latest_backward()._programs.compiled)
+    return made == (1, 1), not shards[0].grad.requires_grad
+
+
+@pytest.mark.parametrize("rows", [6, 5])
+def test_shards_get_the_gradients_of_the_sum_over_ranks(ranks4: Any, rows: int) -> None:
+    assert ranks4.run(on_rank_shards, rows) == [(True, True)] * 4
+
+
+def on_rank_dtensors(rows: int, plain_bias: bool) -> list[str]:
+    mesh = torch_mesh((2, 2), AXES)
+    tensors = [distributed(t, mesh, p) for t, p in zip(leaves(rows), ("0R", "R0", "RR"), strict=True)]
+    tensors[2] = leaves(rows)[2] if plain_bias else tensors[2]
+    tensors = [t.requires_grad_() for t in tensors]
+    fd, _ = defined(rows)
+    y, mean = fd.execute(tensors)
+    (y.cos().sum() + 3 * mean).backward()  # the sum's gradient comes as a partial or replicated DTensor
+    for tensor, whole in zip(tensors, wanted(rows), strict=True):
+        is_plain = not hasattr(tensor, "placements")
+        close(tensor.grad if is_plain else tensor.grad.full_tensor(), whole)
+        assert is_plain or tensor.grad.placements == tensor.placements
+    return [str(type(t.grad).__name__) for t in tensors]
+
+
+@pytest.mark.parametrize(("rows", "plain_bias"), [(6, False), (5, False), (6, True)])
+def test_dtensors_get_dtensors_in_their_placements(ranks4: Any, rows: int, plain_bias: bool) -> None:
+    kinds = ["DTensor", "DTensor", "Tensor" if plain_bias else "DTensor"]
+    assert ranks4.run(on_rank_dtensors, rows, plain_bias) == [kinds] * 4
+
+
+def on_rank_whole(rows: int) -> None:
+    fd, _ = defined(rows)
+    tensors = [t.requires_grad_() for t in leaves(rows)]
+    y, mean = fd(*tensors)
+    (y.cos().sum() + 3 * mean).backward()
+    for tensor, whole in zip(tensors, wanted(rows), strict=True):
+        close(tensor.grad, whole)
+
+
+def test_whole_tensors_get_whole_gradients(ranks4: Any) -> None:
+    ranks4.run(on_rank_whole, 5)
+
+
+def on_rank_two_meshes() -> str:
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([4], dtype=DOUBLE)
+        y = fd.ops.set(fd.ops.mul(x, 2.0))
+        fd.add_output(y)
+        fd.mesh_split(x, mf.DeviceMesh([0, 1], ("d",)), ["d"])
+        fd.mesh_split(y, mf.DeviceMesh([2, 3], ("d",)), ["d"])
+    (out,) = fd.execute([torch.ones(2, dtype=torch.float64, requires_grad=True)])
+    try:
+        return "no part" if out is None else str(out.sum().backward())
+    except mf.DefinitionError as error:
+        return str(error)
+
+
+def test_an_output_that_some_ranks_lack_is_an_error_and_no_wait(ranks4: Any) -> None:
+    found = ranks4.run(on_rank_two_meshes)
+    assert found[:2] == ["no part"] * 2
+    for text in found[2:]:
+        assert "backward through output y (t2): found one on" in text and "Write fd.grad in the definition." in text
