@@ -42,6 +42,7 @@ _HOME = {
     "KernelError": "errors",
     "OutOfMemoryError": "executor.kernel_errors",
     "compile": "frontends.compiled_function",
+    "optim_params": "frontends.optim_params",
     "parallelize": "frontends.parallel_module",
     "Precision": "frontends.precision",
     "save": "checkpoint",
@@ -77,6 +78,7 @@ __all__ = [
     "World",
     "compile",
     "load",
+    "optim_params",
     "parallelize",
     "register_op",
     "save",
@@ -107,6 +109,7 @@ if TYPE_CHECKING:
     from .executor.kernel_errors import OutOfMemoryError
     from .executor.shards import shard_tensor
     from .frontends.compiled_function import compile
+    from .frontends.optim_params import optim_params
     from .frontends.parallel_module import parallelize
     from .frontends.precision import Precision
     from .fusion_definition import FusionDefinition

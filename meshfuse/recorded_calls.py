@@ -24,7 +24,7 @@ from .ops.values import TensorRef, TensorType
 from .programs import Programs
 from .runtime.world import World
 
-_any_requires_grad: Callable[..., bool] = torch._C._any_requires_grad  # pyright: ignore[reportAttributeAccessIssue]
+_any_requires_grad: Callable[..., bool] = torch._C._any_requires_grad
 Run = Callable[[Execution, Sequence[Any]], list[Any]]
 
 
@@ -90,8 +90,9 @@ def _each_once(outputs: Sequence[Any]) -> list[Any]:
     """The outputs as different objects, as torch records each object once."""
     found: list[Any] = []
     for out in outputs:
-        repeated = out is not None and any(out is other for other in found)
-        found.append(out.detach() if repeated else out)
+        if out is not None and any(out is other for other in found):
+            out = out.detach()
+        found.append(out)
     return found
 
 

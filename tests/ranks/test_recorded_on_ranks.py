@@ -114,3 +114,64 @@ def test_an_output_that_some_ranks_lack_is_an_error_and_no_wait(ranks4: Any) -> 
     assert found[:2] == ["no part"] * 2
     for text in found[2:]:
         assert "backward through output y (t2): found one on" in text and "Write fd.grad in the definition." in text
+
+
+def trained(call: Any, params: list[Any], x: Any, steps: int = 3) -> list[torch.Tensor]:
+    """Losses of a few steps with a norm of gradients that is bounded, and the parameters after them, whole."""
+    optimizer, losses = torch.optim.AdamW(params, lr=1e-2), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = call([x, *params])[1]
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(params, 0.05)
+        optimizer.step()
+        losses += [loss.detach(), norm]
+    return [t.full_tensor() if hasattr(t, "placements") else t.detach() for t in (*losses, *params)]
+
+
+def layer(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    y = F.linear(*tensors).tanh()
+    return [y, y.square().mean()]
+
+
+def on_rank_trained() -> None:
+    fd, (x, w, b) = defined(6)
+    whole = leaves(6)
+    params = mf.optim_params({w: whole[1], b: whole[2]})
+    expected = trained(layer, [t.clone().requires_grad_() for t in whole[1:]], whole[0])
+    close(trained(fd.execute, params, mf.shard_tensor(whole[0], x)), expected)
+    assert torch.equal(whole[1], leaves(6)[1])  # the script's own tensors stay
+
+
+def test_torch_s_optimiser_trains_the_parameters_of_a_definition(ranks4: Any) -> None:
+    ranks4.run(on_rank_trained)
+
+
+def error_of(tensors: Any) -> str:
+    try:
+        return f"no error: {mf.optim_params(tensors)}"
+    except ValueError as error:
+        return str(error)
+
+
+def annotated(mesh: mf.DeviceMesh | None, spec: list[Any]) -> dict[Any, torch.Tensor]:
+    fd = mf.FusionDefinition()
+    t = fd.define_tensor([8])
+    if mesh is not None:
+        fd.mesh_split(t, mesh, spec)
+    return {t: torch.ones(8)}
+
+
+def on_rank_refused() -> list[str]:
+    one, two = annotated(None, []), annotated(mf.DeviceMesh([0, 1], ("d",)), ["d"])
+    part = annotated(mf.DeviceMesh((4,), ("d",)), [[mf.Split(2, "d")]])
+    return [error_of(given) for given in (one, two, part, {}, dict.fromkeys(one, 3), {**one, **two}, [*one])]
+
+
+def test_what_can_be_no_parameters_is_an_error(ranks4: Any) -> None:
+    needed = [
+        "nothing is annotated: found no mesh", "a mesh of other ranks than the job has: found", "cannot be a DTensor",
+        *["needed a dict of the inputs of one definition to their tensors. Pass {w1: torch.randn(...), w2: ...}."] * 4,
+    ]  # fmt: skip
+    for found in ranks4.run(on_rank_refused):
+        assert len(found) == len(needed) and all(a in b for a, b in zip(needed, found, strict=True)), found
