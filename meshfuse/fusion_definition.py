@@ -16,7 +16,8 @@ from .compiler import CompiledProgram
 from .definition import annotating, applying, inputs
 from .definition.attributes import calling_ours, check_attribute
 from .definition.checks import checked_mesh, named
-from .definition.namespaces import Fusion, OpNamespace
+from .definition.namespaces import Fusion
+from .definition.op_namespace import OpNamespace
 from .definition.recording import OpNode, Recording
 from .definition.reverse import append_gradients
 from .definition.tensor_view import TensorView, Val, own, own_all

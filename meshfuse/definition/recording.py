@@ -118,14 +118,11 @@ class Recording:
 
     def write_into(self, new: Recording) -> None:
         """Write all of it into an empty recording, which may then go on."""
-        for mine, others in ((self.tensors, new.tensors), (self.nodes, new.nodes), (self.inputs, new.inputs),
-                             (self.outputs, new.outputs), (self.history, new.history)):  # fmt: skip
-            others[:] = mine
-        for mine, others in ((self.scalars, new.scalars), (self.overlaps, new.overlaps), (self.primals, new.primals),
-                             (self._producers, new._producers)):  # fmt: skip
-            others.update(mine)
+        for name in ("tensors", "nodes", "inputs", "outputs", "history"):
+            getattr(new, name).extend(getattr(self, name))
+        for name in ("scalars", "overlaps", "primals", "constants", "_producers"):
+            getattr(new, name).update(getattr(self, name))
         new.own_annotations.update((i, replace(a, domain=a.domain.copy())) for i, a in self.own_annotations.items())
-        new.constants |= self.constants
 
     def line_of_change(self) -> SourceLine:
         """The user's line; raises DefinitionError once the definition may not change any more."""
