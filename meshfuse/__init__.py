@@ -45,6 +45,7 @@ _HOME = {
     "optim_params": "frontends.optim_params",
     "parallelize": "frontends.parallel_module",
     "Precision": "frontends.precision",
+    "visualize": "report.visualize",
     "save": "checkpoint",
     "load": "checkpoint",
 }
@@ -85,6 +86,7 @@ __all__ = [
     "shard_tensor",
     "torch_op",
     "unregister_op",
+    "visualize",
 ]
 
 if TYPE_CHECKING:
@@ -119,6 +121,7 @@ if TYPE_CHECKING:
     from .ops.torch_ops import torch_op
     from .ops.values import TensorType
     from .report.plan_warning import PlanWarning
+    from .report.visualize import visualize
     from .runtime.world import World
     from .sharding.layout import Split
     from .sharding.value import Sharding

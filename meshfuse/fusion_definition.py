@@ -25,6 +25,7 @@ from .dtypes import DataType
 from .errors import SourceLine, caller_line, line_in_script, shown, user_error
 from .execution import Execution
 from .host_ir import HostProgram
+from .html_text import Lines, html_lines
 from .mesh import DeviceMesh
 from .ops.opdef import OpDef
 from .ops.values import ScalarRef
@@ -115,6 +116,11 @@ class FusionDefinition:
 
     def __repr__(self) -> str:
         return definition_source(self.recording)
+
+    def _repr_html_(self) -> str:
+        """The text of the definition, and the bill of its latest program if it has one."""
+        made = self._programs.compiled
+        return html_lines(repr(self)) + (bill_of(self.latest())._repr_html_() if made else "")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raises DefinitionError: pickles and copies would share half of a definition."""
@@ -452,8 +458,8 @@ class FusionDefinition:
         """Why a tensor is sharded as it is, and what is communicated for it; without a tensor a table of them all."""
         line = caller_line()
         if tensor is None:
-            return explain_all(self.latest(shapes))
-        return explain_tensor(self.latest(shapes), own(self, tensor, "explain", line).id)
+            return Lines(explain_all(self.latest(shapes)))
+        return Lines(explain_tensor(self.latest(shapes), own(self, tensor, "explain", line).id))
 
     def bill(self, *shapes: Sequence[int], alternatives: bool = False) -> Bill:
         """The bytes that each rank sends, and their modelled seconds, by collective, mesh axis and source line.

@@ -19,7 +19,8 @@ ORDER = (
     "graph", "definition", "scalars", "ops",
     "runtime", "sharding", "kernels",
     "mesh", "mesh_arguments", "default_machine", "costs", "dtypes", "argument_checks", "disk_cache", "errors",
-    "gc_pause", "caches", "fast_dataclass", "file_locks", "number_text", "traversal", "version", "whole_files",
+    "gc_pause", "caches", "fast_dataclass", "file_locks", "html_text", "number_text", "traversal", "version",
+    "whole_files",
 )  # fmt: skip
 # Imports that point up, by module. One that is mended must be taken out here.
 UPWARD = {
