@@ -65,24 +65,31 @@ class FusionDefinition:
         "fast": the best plan over whole axes, as the program is written. "auto": also written in other ops, and over
         parts of axes where bytes alone decide. "thorough": over parts of axes on all links.
 
+    promotion: the type of elementwise ops of half precision: "nvfuser" (Float: nothing is rounded between ops), or
+        "torch" (the operands' own: every result is rounded to it, by a cast that `print(fd)` shows).
+
     `recording` is what the script has written: tensors, ops, inputs, outputs and annotations, as data. The methods that
     ask about a plan take global `shapes`, one per input tensor, and without them mean the latest program: the one that
     ran or was compiled last.
 
-    Raises DefinitionError for a seed, bound or search that is none of these.
+    Raises DefinitionError for a seed, bound, search or promotion that is none of these.
     """
 
     _state: frozenset[str] = frozenset()  # The names of a made definition's own attributes.
 
     def __init__(
         self, seed: int | None = None, *, max_wire: float | None = None, max_memory: float | None = None,
-        search: str | None = None,
+        search: str | None = None, promotion: str = "nvfuser",
     ) -> None:  # fmt: skip
+        if promotion not in ("nvfuser", "torch"):
+            raise user_error("FusionDefinition: promotion", shown(promotion), "'nvfuser' or 'torch'", "",
+                             caller_line())  # fmt: skip
         if seed is not None and as_int(seed) is None:
             needed = "an int or None"
             do = "Pass the seed of its random numbers; its ops are defined by calls of fd.ops."
             raise user_error("FusionDefinition: seed", shown(seed), needed, do, caller_line())
         self._set_up(Recording(seed), max_wire, max_memory, search)
+        self.recording.rounds = promotion == "torch"
         self.ops = OpNamespace(self)
         self._fusion = Fusion(self)
         self._state = frozenset(vars(self))
@@ -194,7 +201,8 @@ class FusionDefinition:
 
     def call(self, name: str | OpDef, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
         """Apply an op, by its name or as an OpDef: a TensorView, a tuple of them, or (on scalars alone) a Val."""
-        return applying.call_at(self, caller_line(), name, args, kwargs)
+        made = applying.call_at(self, caller_line(), name, args, kwargs)
+        return applying.rounded(self, made) if self.recording.rounds else made
 
     def size(self, tensor: TensorView, dim: int) -> Val:
         """The size of a dim (counted from the back if negative) as a scalar of the definition.

@@ -6,7 +6,6 @@ import html
 from collections.abc import Collection, Sequence
 
 _MOST_ROWS, _MOST_LINES = 102, 400
-_CELL = "padding:2px 8px;text-align:{};white-space:nowrap;border:0"
 _BLOCK = "margin:0;padding:4px 8px;overflow-x:auto;line-height:1.35;font-size:12px"
 
 
@@ -21,7 +20,8 @@ def html_table(rows: Sequence[Sequence[str]], right: Collection[int] = (), capti
     lines = [f"<tr>{''.join(_cell(text, c in right, kind) for c, text in enumerate(row))}</tr>"
              for row, kind in zip(rows, ("th", *("td",) * len(rows)), strict=False)]  # fmt: skip
     below = f'<div style="padding:2px 8px">{escaped(caption)}</div>' if caption else ""
-    return f'<div style="overflow-x:auto"><table style="font-size:12px">{"".join(lines)}</table>{below}</div>'
+    look = 'cellpadding="4" style="font-size:12px;white-space:nowrap"'
+    return f'<div style="overflow-x:auto"><table {look}>{"".join(lines)}</table>{below}</div>'
 
 
 def _left_out(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -29,8 +29,7 @@ def _left_out(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _cell(text: str, is_right: bool, kind: str) -> str:
-    style = _CELL.format("right" if is_right else "left")
-    return f'<{kind} style="{style}">{escaped(text)}</{kind}>'
+    return f'<{kind} align="{"right" if is_right else "left"}">{escaped(text)}</{kind}>'
 
 
 def html_lines(text: str, summary: str = "") -> str:

@@ -155,7 +155,7 @@ def read(value: Any) -> str:
     reader = Reader()
     reader.feed(value._repr_html_())
     assert reader.open == [] and not reader.seen & {"script", "b", "style", "link"}
-    assert len(value._repr_html_()) < 20_000
+    assert len(value._repr_html_()) < 25_000
     return reader.text
 
 

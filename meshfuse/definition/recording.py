@@ -87,6 +87,7 @@ class Recording:
     overlaps: by tensor, the requests of `fd.overlap`.
     primals: by gradient the tensor whose gradient it is.
     constants: tensors that no gradient passes.
+    rounds: whether results of half precision are rounded to it at once, as in torch, and not Float as in nvFuser.
     is_open: whether it may still change; False once something was compiled from it.
     """
 
@@ -102,7 +103,7 @@ class Recording:
         self.overlaps: dict[int, Overlap] = {}
         self.primals: dict[int, int] = {}
         self.constants: set[int] = set()
-        self.is_open = True
+        self.rounds, self.is_open = False, True
         self._producers: dict[int, int] = {}
         # Worked out once for ops of one form, as gradients have many of these.
         self._forms: dict[OpForm, tuple[OpForm, tuple[TensorType, ...]]] = {}
