@@ -424,8 +424,9 @@ class FusionDefinition:
         return first, rest
 
     def _like(self) -> FusionDefinition:
-        bounds = {"max_wire": self.max_wire, "max_memory": self.max_memory}
-        return FusionDefinition(self.recording.seed, **bounds, search=self._programs.effort.value)
+        return FusionDefinition(
+            self.recording.seed, max_wire=self.max_wire, max_memory=self.max_memory, search=self._programs.effort.value
+        )
 
     # ask
 

@@ -97,7 +97,7 @@ class Explainer:
         """That nvFuser's promotion makes it Float of half precision."""
         node = self.provenance.producer(tensor)
         narrow = widened_from(node.call) if node is not None else None
-        if narrow is not None:
+        if node is not None and narrow is not None:
             yield (f"  Float by nvFuser's promotion: {node.name} of {narrow.name} is not rounded; "
                    'FusionDefinition(promotion="torch") rounds it')  # fmt: skip
 
