@@ -10,7 +10,7 @@ PYTEST = $(PY) -m pytest -q
 # Two tests at a time; those that start ranks one after another (tests/conftest.py).
 PARALLEL = -n 2 --dist loadscope
 
-.PHONY: help env run check quick test test-nvfuser test-models ledger ledger-check faults fuzz lint gpu-check
+.PHONY: help env run check docs docs-serve quick test test-nvfuser test-models ledger ledger-check faults fuzz lint gpu-check
 .PHONY: bench bench-bills bench-compile bench-runtime bench-session test-session bench-models
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make check      lint, and a few cases of each test that is quick and starts no process; 3 minutes"
 	@echo "make test       nvFuser's tests in their own environment, then the main suite"
 	@echo "make test-models  all models of Hugging Face that are known to work, minutes"
+	@echo "make docs       the site of the documentation, in build/site; make docs-serve shows it on loopback"
 	@echo "make lint       ruff and pyright"
 	@echo "make ledger     plans the ledger's programs anew, prints what changed and writes tests/ledger/ledger.json;"
 	@echo "                make ledger-check prints only; NAMES='random/ bills/d' for those whose names start so"
@@ -81,6 +82,13 @@ lint: env
 	@.venv/bin/ruff check
 	@.venv/bin/ruff format --check
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 .venv/bin/pyright --pythonpath .venv/bin/python
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 .venv/bin/pyright --pythonpath .venv/bin/python --project examples
+
+docs: env
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+
+docs-serve: env
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs serve --dev-addr 127.0.0.1:8000
 
 gpu-check:
 	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTEST) -m gpu tests/nvfuser

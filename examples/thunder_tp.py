@@ -1,3 +1,4 @@
+# pyright: basic, reportPrivateImportUsage=false
 """A transformer block trained by Thunder: tensor parallel by meshfuse, data parallel by Thunder's DDP or FSDP.
 
     python examples/thunder_tp.py                                  two tensor parallel ranks, simulated in this process

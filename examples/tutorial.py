@@ -5,6 +5,8 @@ Every step prints what it shows. No launcher and no GPU are needed: ranks are si
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import meshfuse as mf
@@ -27,7 +29,9 @@ print("same as torch:", torch.equal(C, torch.relu(A @ B)))
 
 
 # 2. The same program on four ranks: one annotation. Column-parallel: no communication at all.
-def product(a_spec, b_spec, c_spec=None, mesh=None):
+def product(
+    a_spec: list[Any], b_spec: list[Any], c_spec: list[Any] | None = None, mesh: mf.DeviceMesh | None = None
+) -> mf.FusionDefinition:
     """relu(a @ b) with annotations, run on simulated ranks; prints the bill and returns the definition."""
     mesh = mesh or mf.DeviceMesh((4,), ("tp",))
     with mf.FusionDefinition() as fd:
@@ -79,8 +83,8 @@ with mf.FusionDefinition() as fd:
     a.axis(1).parallelize(mf.ParallelType.mesh_x)
     b.outer_split(0, 4)
     b.axis(0).parallelize(mf.ParallelType.mesh_x)
-(C,) = fd(A, B)
-print("same as torch:", torch.allclose(C, A @ B))
+(out,) = fd(A, B)
+print("same as torch:", torch.allclose(out, A @ B))
 
 # 7. Why?
 step("7. ask")

@@ -42,10 +42,12 @@ _HOME = {
     "KernelError": "errors",
     "OutOfMemoryError": "executor.kernel_errors",
     "compile": "frontends.compiled_function",
+    "optim_params": "frontends.optim_params",
     "parallelize": "frontends.parallel_module",
     "FSDP": "frontends.fsdp",
     "Pipeline": "frontends.pipeline.options",
     "Precision": "frontends.precision",
+    "visualize": "report.visualize",
     "save": "checkpoint",
     "load": "checkpoint",
 }
@@ -81,12 +83,14 @@ __all__ = [
     "World",
     "compile",
     "load",
+    "optim_params",
     "parallelize",
     "register_op",
     "save",
     "shard_tensor",
     "torch_op",
     "unregister_op",
+    "visualize",
 ]
 
 if TYPE_CHECKING:
@@ -112,6 +116,7 @@ if TYPE_CHECKING:
     from .executor.shards import shard_tensor
     from .frontends.compiled_function import compile
     from .frontends.fsdp import FSDP
+    from .frontends.optim_params import optim_params
     from .frontends.parallel_module import parallelize
     from .frontends.pipeline.options import Pipeline
     from .frontends.precision import Precision
@@ -122,6 +127,7 @@ if TYPE_CHECKING:
     from .ops.torch_ops import torch_op
     from .ops.values import TensorType
     from .report.plan_warning import PlanWarning
+    from .report.visualize import visualize
     from .runtime.world import World
     from .sharding.layout import Split
     from .sharding.value import Sharding

@@ -26,6 +26,8 @@ _LONGEST_OF_LINES = 100  # of one whose repr has several lines, such as a module
 _LONGEST_PART = 1000  # of what is wrong, what was found and what is needed, each
 # Its frame stands between two of meshfuse's own where one reads a cached property; it is no line of the user's.
 _CACHES = functools.__file__
+# Modules of torch that stand between a user's `loss.backward()` and the backward of a call.
+_AUTOGRAD = frozenset(("torch.autograd.function", "torch.autograd.graph", "torch.autograd", "torch._tensor"))
 _ASSIGNED = re.compile(r"^(?:\w+\.)?(\w+)\s*(?::[^=]+)?=(?!=)")
 
 
@@ -60,6 +62,10 @@ class SourceLine:
         found = _ASSIGNED.match(self.text) if ";" not in self.text else None
         return f"{found.group(1)} ({name})" if found and found.group(1) != name else name
 
+    def of_gradient(self) -> SourceLine:
+        """The line, marked as that of the gradient of what it makes."""
+        return SourceLine(self.file, self.line, self.function, f"gradient of: {self.text}")
+
     def __str__(self) -> str:
         return f"{file_name(self.file)}:{self.line}"
 
@@ -79,16 +85,17 @@ def line_in_script(frame: FrameType, beside: Container[str] = ()) -> SourceLine:
     last, here = frame, frame
     while here is not None:
         name = here.f_code.co_filename
-        is_ours = name.startswith((_PACKAGE, _GENERATED)) or name == _CACHES or _is_made_for_a_dataclass(here)
+        is_ours = name.startswith((_PACKAGE, _GENERATED)) or name == _CACHES or _is_between(here)
         if not is_ours and not (beside and _package_of(here) in beside):
             return _line_of(here)
         last, here = here, here.f_back
     return _line_of(last)
 
 
-def _is_made_for_a_dataclass(frame: FrameType) -> bool:
-    """Whether this is the `__init__` that the standard library writes for one of meshfuse's classes."""
-    return frame.f_code.co_filename == "<string>" and _package_of(frame) == __package__
+def _is_between(frame: FrameType) -> bool:
+    """Whether this is torch's autograd, or the `__init__` that the standard library writes for one of our classes."""
+    made_for_a_dataclass = frame.f_code.co_filename == "<string>" and _package_of(frame) == __package__
+    return made_for_a_dataclass or frame.f_globals.get("__name__") in _AUTOGRAD
 
 
 def _package_of(frame: FrameType) -> str:

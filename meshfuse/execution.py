@@ -62,6 +62,8 @@ class Execution:
 
     steps: runs so far, counted apart: a simulation on one rank must not change that rank's random numbers.
     simulated, bound: programs by shapes, scalars that sizes follow, device and options.
+    pinned_draw: the seed and step by which the next run draws random numbers; None for its own.
+    latest_draw: those of the latest run.
     """
 
     def __init__(self, fd: Runnable, programs: Programs) -> None:
@@ -70,6 +72,8 @@ class Execution:
         self.steps = {"ranks": 0, "simulated": 0}
         self.simulated: dict[Any, SimulatedProgram] = {}
         self.bound: dict[Any, RankProgram] = {}
+        self.pinned_draw: tuple[int, int] | None = None
+        self.latest_draw = (0, 0)
         # Those of `execute` by arguments that were found to fit: such are not checked again.
         self._guards = ArgumentGuards[RankProgram]()
         # The stride orders of outputs, from the first run on, and whether any is not row-major.
@@ -154,7 +158,8 @@ class Execution:
         made = self.programs.last_run = self.simulated[key]
         with torch.no_grad():
             arguments = made.arguments(self.recording, given)
-            return self._laid_out(made.run(arguments, self.seed.value(), self._next_step("simulated"), check_replicas))
+            draw = self.random_state(self._next_step("simulated"))
+            return self._laid_out(made.run(arguments, *draw, check_replicas))
 
     def on_launched_ranks(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
         """The global outputs, by the ranks that a launcher started."""
@@ -208,6 +213,11 @@ class Execution:
             out if order is None or out is None else in_stride_order(out, list(order))
             for out, order in zip(outputs, self._orders, strict=True)
         ]
+
+    def random_state(self, step: int) -> tuple[int, int]:
+        """The seed and the offset by which step number `step` draws random numbers."""
+        self.latest_draw = self.pinned_draw or (self.seed.value(), step)
+        return self.latest_draw
 
     def _next_step(self, where: str) -> int:
         step = self.steps[where]

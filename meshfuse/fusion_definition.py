@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
+from . import recorded_calls
 from .argument_checks import as_int, check_flags
 from .automatic_plan import AutoPlan
 from .compiler import CompiledProgram
 from .definition import annotating, applying, inputs
 from .definition.attributes import calling_ours, check_attribute
 from .definition.checks import checked_mesh, named
-from .definition.namespaces import Fusion, OpNamespace
+from .definition.namespaces import Fusion
+from .definition.op_namespace import OpNamespace
 from .definition.recording import OpNode, Recording
 from .definition.reverse import append_gradients
 from .definition.tensor_view import TensorView, Val, own, own_all
@@ -23,12 +25,14 @@ from .dtypes import DataType
 from .errors import SourceLine, caller_line, line_in_script, shown, user_error
 from .execution import Execution
 from .host_ir import HostProgram
+from .html_text import Lines, html_lines
 from .mesh import DeviceMesh
 from .ops.opdef import OpDef
 from .ops.values import ScalarRef
 from .plans.halves import write_halves
 from .preparation import prepared
 from .programs import Programs, Shapes
+from .recorded_calls import Backwards
 from .report.bill import Bill, bill_of
 from .report.explain import explain_all, explain_tensor
 from .report.memory import Memory, modelled_memory
@@ -61,24 +65,31 @@ class FusionDefinition:
         "fast": the best plan over whole axes, as the program is written. "auto": also written in other ops, and over
         parts of axes where bytes alone decide. "thorough": over parts of axes on all links.
 
+    promotion: the type of elementwise ops of half precision: "nvfuser" (Float: nothing is rounded between ops), or
+        "torch" (the operands' own: every result is rounded to it, by a cast that `print(fd)` shows).
+
     `recording` is what the script has written: tensors, ops, inputs, outputs and annotations, as data. The methods that
     ask about a plan take global `shapes`, one per input tensor, and without them mean the latest program: the one that
     ran or was compiled last.
 
-    Raises DefinitionError for a seed, bound or search that is none of these.
+    Raises DefinitionError for a seed, bound, search or promotion that is none of these.
     """
 
     _state: frozenset[str] = frozenset()  # The names of a made definition's own attributes.
 
     def __init__(
         self, seed: int | None = None, *, max_wire: float | None = None, max_memory: float | None = None,
-        search: str | None = None,
+        search: str | None = None, promotion: str = "nvfuser",
     ) -> None:  # fmt: skip
+        if promotion not in ("nvfuser", "torch"):
+            raise user_error("FusionDefinition: promotion", shown(promotion), "'nvfuser' or 'torch'", "",
+                             caller_line())  # fmt: skip
         if seed is not None and as_int(seed) is None:
             needed = "an int or None"
             do = "Pass the seed of its random numbers; its ops are defined by calls of fd.ops."
             raise user_error("FusionDefinition: seed", shown(seed), needed, do, caller_line())
         self._set_up(Recording(seed), max_wire, max_memory, search)
+        self.recording.rounds = promotion == "torch"
         self.ops = OpNamespace(self)
         self._fusion = Fusion(self)
         self._state = frozenset(vars(self))
@@ -91,7 +102,7 @@ class FusionDefinition:
     ) -> None:  # fmt: skip
         self.recording = recording
         self._programs = Programs(self, max_wire, max_memory, search)
-        self._execution = Execution(self, self._programs)
+        self._execution, self._backwards = Execution(self, self._programs), Backwards()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Scripts keep tensors as attributes. Raises DefinitionError for a name that the definition itself uses."""
@@ -112,6 +123,11 @@ class FusionDefinition:
 
     def __repr__(self) -> str:
         return definition_source(self.recording)
+
+    def _repr_html_(self) -> str:
+        """The text of the definition, and the bill of its latest program if it has one."""
+        made = self._programs.compiled
+        return html_lines(repr(self)) + (bill_of(self.latest())._repr_html_() if made else "")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raises DefinitionError: pickles and copies would share half of a definition."""
@@ -185,7 +201,8 @@ class FusionDefinition:
 
     def call(self, name: str | OpDef, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
         """Apply an op, by its name or as an OpDef: a TensorView, a tuple of them, or (on scalars alone) a Val."""
-        return applying.call_at(self, caller_line(), name, args, kwargs)
+        made = applying.call_at(self, caller_line(), name, args, kwargs)
+        return applying.rounded(self, made) if self.recording.rounds else made
 
     def size(self, tensor: TensorView, dim: int) -> Val:
         """The size of a dim (counted from the back if negative) as a scalar of the definition.
@@ -332,10 +349,15 @@ class FusionDefinition:
         cuda_graph: capture the step on a GPU at its first call, and replay it from then on. The program must take no
             scalars and draw no random numbers.
 
+        Outputs carry gradients where an input needs one: `loss.backward()` runs a backward by `fd.grad`. A loss of
+        shards is that of the rank's own part, and the gradients are of the sum over ranks; of whole outputs every rank
+        must make the same loss.
+
         Raises ArgumentError for arguments that do not fit, RankError where a peer fails or disagrees, RankTimeout where
         one does not answer, and KernelError or OutOfMemoryError where torch cannot compute an op.
         """
-        return self._execution.execute(inputs, (idle_ranks, backend, cuda_graph))
+        options = (idle_ranks, backend, cuda_graph)
+        return recorded_calls.run(self, lambda execution, given: execution.execute(given, options), inputs)
 
     def simulate(
         self, inputs: Sequence[Any], *, check_replicas: bool = False, check_streams: bool = False
@@ -348,17 +370,20 @@ class FusionDefinition:
 
         Raises ArgumentError for arguments that do not fit.
         """
-        return self._execution.simulate(inputs, check_replicas, check_streams)
+        return recorded_calls.run(
+            self, lambda execution, given: execution.simulate(given, check_replicas, check_streams), inputs
+        )
 
     def __call__(self, *inputs: Any) -> list[torch.Tensor]:
         """Global tensors in and out, on the ranks that a launcher started; on simulated ones where it started none.
 
-        On real ranks every rank must pass the same tensors: the first call with new shapes compares them, and raises
-        RankError where they differ. Other errors are those of `execute`.
+        Outputs carry gradients where an input needs one: `loss.backward()` runs a backward by `fd.grad`, which is
+        planned when it is first asked for. On real ranks every rank must pass the same tensors: the first call with new
+        shapes compares them, and raises RankError where they differ. Other errors are those of `execute`.
         """
         if World.current().size == 1:
             return self.simulate(inputs)
-        return self._execution.on_launched_ranks(inputs)
+        return recorded_calls.run(self, Execution.on_launched_ranks, inputs)
 
     def compile(self, *shapes: Sequence[int], scalars: Mapping[int, Any] | None = None) -> CompiledProgram:
         """Compile for these global shapes, one per input tensor; without shapes, for the sizes in the definition.
@@ -399,10 +424,22 @@ class FusionDefinition:
         return first, rest
 
     def _like(self) -> FusionDefinition:
-        bounds = {"max_wire": self.max_wire, "max_memory": self.max_memory}
-        return FusionDefinition(self.recording.seed, **bounds, search=self._programs.effort.value)
+        return FusionDefinition(
+            self.recording.seed, max_wire=self.max_wire, max_memory=self.max_memory, search=self._programs.effort.value
+        )
 
     # ask
+
+    def latest_backward(self) -> FusionDefinition:
+        """The definition of the gradients that ran last for torch's autograd: ask it for its bill, say.
+
+        Its inputs are this definition's, and then a gradient for each output that has one; its outputs are the
+        gradients of the inputs that need one. Raises DefinitionError where no backward has run yet.
+        """
+        if self._backwards.latest is None:
+            raise user_error("no backward of this definition has run yet", "", "a call with inputs that need gradients",
+                             "Call loss.backward() on what it returns.", caller_line())  # fmt: skip
+        return self._backwards.latest
 
     @property
     def max_wire(self) -> float | None:
@@ -430,8 +467,8 @@ class FusionDefinition:
         """Why a tensor is sharded as it is, and what is communicated for it; without a tensor a table of them all."""
         line = caller_line()
         if tensor is None:
-            return explain_all(self.latest(shapes))
-        return explain_tensor(self.latest(shapes), own(self, tensor, "explain", line).id)
+            return Lines(explain_all(self.latest(shapes)))
+        return Lines(explain_tensor(self.latest(shapes), own(self, tensor, "explain", line).id))
 
     def bill(self, *shapes: Sequence[int], alternatives: bool = False) -> Bill:
         """The bytes that each rank sends, and their modelled seconds, by collective, mesh axis and source line.
@@ -488,4 +525,4 @@ class FusionDefinition:
 
     def _random_state(self, device: torch.device, step: int) -> tuple[int, int]:
         """The seed and the offset by which step number `step` on this device draws random numbers."""
-        return self._execution.seed.value(), step
+        return self._execution.random_state(step)

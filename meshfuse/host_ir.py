@@ -10,6 +10,7 @@ from typing import Any
 
 from .errors import SourceLine, file_name
 from .graph import Graph
+from .html_text import html_lines
 from .lowering.bucketed_calls import buckets, lower_bucket
 from .lowering.buffer_checker import BufferChecker
 from .lowering.collectives import ReshardContext, lower_reshard
@@ -117,6 +118,10 @@ class HostProgram:
         for number, line in enumerate(lines, 1):
             out.append(line + (notes.get(line) or _comment(where.get(number))))
         return "\n".join(out)
+
+    def _repr_html_(self) -> str:
+        many = f"{len(self.instructions)} instructions, {len(self.communications)} communications"
+        return html_lines(str(self), f"rank {self.rank}: {many}")
 
 
 def _text(instruction: Instruction, simulated: bool) -> str:

@@ -11,11 +11,13 @@ from typing import Any
 
 from .costs import BYTES, BYTES_ONLY, Link, Machine, plain, slowest
 from .errors import ArgumentError, caller_line, located, shown, user_error
+from .html_text import html_table
 from .mesh_arguments import read_costs, read_devices, usual_machine
 
 _DEFAULT_NAMES = ("w", "v", "u", "z", "y", "x")
 STREAM = "stream"
 _LARGEST_RANK = 2**31 - 1
+_SHOWN_LINES = 16  # Of ranks in a notebook.
 _MOST_DIGITS = 10  # Of a size in a text: int() takes long for very many.
 # What stands around the names of axes where shardings and communications are printed, and in `--mesh dp=2,tp=4`.
 _MARKS = ",:=()[]"
@@ -136,6 +138,16 @@ class DeviceMesh:
     def __repr__(self) -> str:
         plain = self.ranks == tuple(range(self.size))
         return f"DeviceMesh({self.shape}, {self.names}{'' if plain else f', ranks={list(self.ranks)}'}{self._costs()})"
+
+    def _repr_html_(self) -> str:
+        """The grid of ranks: a line for each place on the axes but the last."""
+        wide = self.shape[-1] if self.shape else 1
+        rows = [[f"{', '.join(self.names[:-1])} \\ {self.names[-1]}" if self.names else "", *map(str, range(wide))]]
+        for start in range(0, min(self.size, wide * _SHOWN_LINES), wide):
+            place = _unravel(start // wide, self.shape[:-1])
+            rows.append([", ".join(map(str, place)), *(f"rank {rank}" for rank in self.ranks[start : start + wide])])
+        left = self.size // wide - (len(rows) - 1)
+        return html_table(rows, caption=f"{self!r}{f' ({left} more lines)' if left else ''}")
 
     def _costs(self) -> str:
         """The links and rates that are not the defaults, as text of arguments of DeviceMesh."""

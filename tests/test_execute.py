@@ -73,12 +73,12 @@ def test_shapes_dtypes_and_devices_are_what_is_known():
     assert outline([GOOD, 1]) is outline(iter([GOOD])) is None
 
 
-def test_no_graph_of_autograd_is_made():
-    """Gradients are `fd.grad`'s; the caller's mode is left as it was."""
+def test_a_graph_of_autograd_is_made_as_the_mode_says():
+    """Outputs carry gradients where torch's mode and an input ask for them; the mode is left as it was."""
     for mode in (True, False):
         with torch.set_grad_enabled(mode):
             (found,) = doubled(2, 3).execute([GOOD.clone().requires_grad_()])
-            assert not found.requires_grad and torch.is_grad_enabled() is mode
+            assert found.requires_grad is torch.is_grad_enabled() is mode
 
 
 def passed_on() -> mf.FusionDefinition:
@@ -93,8 +93,14 @@ def passed_on() -> mf.FusionDefinition:
 
 
 @pytest.mark.parametrize("leaf", [True, False])
-def test_no_graph_of_autograd_goes_through_simulated_ranks(leaf: bool) -> None:
-    """Not even where an output is its argument, whose shards are cut and put together outside of the programs."""
+def test_the_graph_of_autograd_has_the_call_alone(leaf: bool) -> None:
+    """Nothing of the programs, and not how arguments are cut and put together; without a gradient there is none."""
     value = GOOD.clone().requires_grad_()
-    for found in passed_on().simulate([value if leaf else value * 1], check_replicas=True):
-        assert not found.requires_grad and found.grad_fn is None
+    value = value if leaf else value * 1
+    for found in passed_on().simulate([value], check_replicas=True):
+        node = found.grad_fn
+        assert node is not None and node.name() == "DefinitionCallBackward"
+        (before,) = [other for other, _ in node.next_functions if other is not None]
+        assert before is value.grad_fn or (leaf and before.variable is value)
+    with torch.no_grad():
+        assert not any(found.requires_grad for found in passed_on().simulate([value]))

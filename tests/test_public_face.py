@@ -36,9 +36,9 @@ def test_the_version_is_one_everywhere(capsys: pytest.CaptureFixture[str]) -> No
 # What users call, and `recording`, in which tools read what a script has written.
 CALLS = [
     "add_output", "auto", "backends", "bill", "call", "compile", "define_scalar", "define_tensor", "define_vector",
-    "execute", "explain", "from_pytorch", "fusion", "grad", "host_program", "latest", "max_memory", "max_wire",
-    "memory", "mesh_split", "ops", "output_shardings", "overlap", "prepared", "recording", "shard", "simulate", "size",
-    "stationary", "stop_gradient",
+    "execute", "explain", "from_pytorch", "fusion", "grad", "host_program", "latest", "latest_backward",
+    "max_memory", "max_wire", "memory", "mesh_split", "ops", "output_shardings", "overlap", "prepared", "recording",
+    "shard", "simulate", "size", "stationary", "stop_gradient",
 ]  # fmt: skip
 
 

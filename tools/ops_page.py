@@ -31,6 +31,10 @@ Python's operators on tensors are ops, too: `x @ w` is `fd.ops.matmul(x, w)`, an
 - `==` tells whether two names are the same tensor object; `fd.ops.eq` compares numbers.
 
 `x.size(d)`, `x.shape[d]` and `x.shape()` are scalars of the definition, with which ops and sizes can be computed.
+
+Element types are nvFuser's: elementwise ops and `var` of Half or BFloat16 give Float: nothing is rounded between
+ops. Cast a result where half precision is to be kept or sent, or write `mf.FusionDefinition(promotion="torch")`, in
+which every such result has its operands' type, as in torch. `fd.explain(t)` says where it happens.
 """
 _NAMES = """\
 ## Under another name

@@ -93,7 +93,8 @@ def attention(fd: mf.FusionDefinition, s: Sizes, x: Tensor, qkv: Sequence[Tensor
         rows = ops.matmul(x, ops.reshape(w, [s.width, s.width]))
         return ops.permute(ops.reshape(rows, [batch, length, s.heads, s.head]), [0, 2, 1, 3])
 
-    mixed, *_ = ops.sdpfa_fwd(*map(heads, qkv), is_causal=True)
+    query, key, value = map(heads, qkv)
+    mixed, *_ = ops.sdpfa_fwd(query, key, value, is_causal=True)
     merged = ops.reshape(ops.permute(mixed, [0, 2, 1, 3]), [batch, length, s.width])
     return ops.matmul(merged, ops.reshape(out, [s.width, s.width]))
 

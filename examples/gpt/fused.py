@@ -31,7 +31,7 @@ class FusedGPT:
     fd: mf.FusionDefinition
     tokens: mf.TensorView
     targets: mf.TensorView
-    weights: dict[str, mf.TensorView] = field(default_factory=dict)
+    weights: dict[str, mf.TensorView] = field(default_factory=dict[str, mf.TensorView])
 
     @property
     def inputs(self) -> list[mf.TensorView]:

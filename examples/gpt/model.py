@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 SCALE_SUFFIX = ".scale"
@@ -114,7 +114,7 @@ def attention(params: Params, name: str, x: Tensor, heads: int) -> Tensor:
 
 def _split_heads(x: Tensor, heads: int) -> Tensor:
     """``[B, T, C]`` to ``[B, heads, T, C / heads]``."""
-    return x.unflatten(2, (heads, -1)).transpose(1, 2)
+    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
 def mlp(params: Params, name: str, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import math
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,7 +27,12 @@ from model import GPT, Params, load_params, loss, pick_byte
 import meshfuse as mf
 
 HERE = Path(__file__).parent
+Talk = Callable[..., None]
 TOLERANCE = 1e-5
+
+
+def _silent(*_: object, **__: object) -> None:
+    """What ranks but the first say."""
 
 
 def main() -> int:
@@ -35,7 +41,7 @@ def main() -> int:
     world = mf.World.current()
     launched = world.size > 1
     torch.set_num_threads(1)  # ranks share the cores, and simulated ones take turns: more threads only wait
-    talk = print if world.rank == 0 else lambda *_, **__: None
+    talk: Talk = print if world.rank == 0 else _silent
     where = f"{world.size} gloo ranks" if launched else f"{mesh.size} simulated rank{'s' if mesh.size > 1 else ''}"
     talk(f"== GPT on {mesh}, {'compiled for ' if args.compile_only else ''}{where} ==")
     gpt = define()
@@ -98,10 +104,11 @@ class Runner:
         return self.gpt.fd(tokens, tokens, *weights)[1]
 
 
-def read_text(runner: Runner, tokens: torch.Tensor, targets: torch.Tensor, batch: int, talk) -> bool:
+def read_text(runner: Runner, tokens: torch.Tensor, targets: torch.Tensor, batch: int, talk: Talk) -> bool:
     """The loss over the text, step by step, beside that of the unsharded torch model."""
     steps = len(tokens) // batch
-    ours, times = [], []
+    ours: list[float] = []
+    times: list[float] = []
     for step in range(steps):
         part = slice(step * batch, (step + 1) * batch)
         start = time.perf_counter()
@@ -120,7 +127,7 @@ def read_text(runner: Runner, tokens: torch.Tensor, targets: torch.Tensor, batch
     return difference <= TOLERANCE
 
 
-def report(gpt: FusedGPT, talk) -> None:
+def report(gpt: FusedGPT, talk: Talk) -> None:
     """What was sharded how, and what it cost on the wire."""
     compiled = gpt.fd.latest()
     talk(f"\nsharding of the inputs ({len(compiled.graph.nodes)} ops follow from these):")
@@ -135,7 +142,7 @@ def report(gpt: FusedGPT, talk) -> None:
     talk(str(gpt.fd.bill()))
 
 
-def compile_only(gpt: FusedGPT, batch: int, talk) -> None:
+def compile_only(gpt: FusedGPT, batch: int, talk: Talk) -> None:
     """Plan for all ranks and check their programs against each other."""
     start = time.perf_counter()
     shapes = [(batch, GPT.block)] * 2 + [tv.type.shape for tv in gpt.weights.values()]
@@ -149,7 +156,7 @@ def compile_only(gpt: FusedGPT, batch: int, talk) -> None:
     report(gpt, talk)
 
 
-def generate(runner: Runner, prompt: bytes, length: int, talk) -> None:
+def generate(runner: Runner, prompt: bytes, length: int, talk: Talk) -> None:
     """Greedy bytes after the prompt; the text so far stands at the front of one fixed window."""
     text = bytearray(prompt)
     for _ in range(length):

@@ -68,7 +68,7 @@ class Training:
     params: model.Params
     optimizer: torch.optim.AdamW
     generator: torch.Generator
-    losses: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list[float])
 
     @classmethod
     def fresh(cls, config: model.Config) -> Training:

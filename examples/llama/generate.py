@@ -21,7 +21,8 @@ import meshfuse as mf
 def generated(model: Any, prompt: str, count: int) -> tuple[bytes, float]:
     """The bytes after a prompt, the likeliest each time; and the seconds of a token, but for the first two."""
     cache = StaticCache(config=CONFIG, max_cache_len=256)
-    ids, found, start = torch.tensor([list(prompt.encode())]), [], 0.0
+    found: list[int] = []
+    ids, start = torch.tensor([list(prompt.encode())]), 0.0
     with torch.no_grad():
         for place in range(count):
             start = time.perf_counter() if place == 2 else start

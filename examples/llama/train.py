@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
 sys.path.insert(0, str(Path(__file__).parent))
 

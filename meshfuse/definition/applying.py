@@ -11,10 +11,11 @@ from typing import Any
 from ..dtypes import DataType, scalar_dtype
 from ..errors import DefinitionError, DtypeError, MeshfuseError, SourceLine, caller_line, located, shown, user_error
 from ..kernels.scalars import FUNCTIONS
-from ..ops import COMPOSITES
+from ..ops import COMPOSITES, OPS
 from ..ops.binding import Resolve, bind, described, of_kind, signature, wrong_kind
 from ..ops.composite import MAY_BE_NONE, PARAMETER_KINDS
-from ..ops.opdef import OpDef, tensor_refs
+from ..ops.opdef import Call, OpDef, tensor_refs
+from ..ops.promotion import widened_from
 from ..ops.registry import find, names
 from ..ops.torch_names import INSTEAD
 from ..ops.values import REQUIRED, ParamKind, ScalarRef, TensorRef
@@ -75,6 +76,15 @@ def apply(fd: Definition, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, A
         return Val(fd, _scalar_op(fd, op, args, kwargs))
     made = append(fd.recording, op, bind(op, args, kwargs, functools.partial(resolve, fd)), line)
     return TensorView(fd, made[0]) if len(made) == 1 else tuple([TensorView(fd, ref) for ref in made])
+
+
+def rounded(fd: Definition, made: Any) -> Any:
+    """The result of an op in torch's type, where nvFuser's rule makes it Float of half precision."""
+    node = fd.recording.producer(made.id) if isinstance(made, TensorView) else None
+    if node is None or OPS.get(node.op.name) is not node.op:
+        return made
+    wanted = widened_from(Call(node.op, node.args, node.form.types, (made.type,)))
+    return made if wanted is None else fd._apply(OPS["cast"], (made, wanted), {}, node.line)
 
 
 def append(recording: Recording, op: OpDef, bound: tuple[Any, ...], line: SourceLine) -> tuple[TensorRef, ...]:
@@ -161,6 +171,7 @@ def _composite_call(
             f"Call it as {call_as}.",
         )
     _check_kinds(name, bound, call_as, functools.partial(resolve, fd))
+    rounds, fd.recording.rounds = fd.recording.rounds, False  # composites choose the types that they compute in
     try:
         return function(*bound.args, **bound.kwargs)
     except MeshfuseError as error:
@@ -170,6 +181,8 @@ def _composite_call(
     except (TypeError, AttributeError) as error:
         wrong = f"{name}: an argument is of the wrong kind"
         raise user_error(wrong, str(error), "", f"Call it as {call_as}.") from error
+    finally:
+        fd.recording.rounds = rounds
 
 
 def _check_kinds(name: str, bound: inspect.BoundArguments, call_as: str, resolve: Resolve) -> None:

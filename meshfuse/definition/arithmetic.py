@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ..errors import DefinitionError, caller_line, line_in_script, user_error
 from ..ops import COMPOSITES
@@ -24,8 +24,16 @@ class NotANumberError(DefinitionError, TypeError):
     """A value of a definition has no number yet."""
 
 
-class Arithmetic:
-    """Python's operators as ops of the definition."""
+Itself = TypeVar("Itself", bound="Arithmetic[Any]")
+Operand = TypeVar("Operand")
+
+
+class Arithmetic(Generic[Operand]):
+    """Python's operators as ops of the definition.
+
+    A result is typed as the value itself, and what else an operator takes as `Operand`: a number beside a tensor makes
+    a tensor, whichever comes first.
+    """
 
     __slots__ = ("fd",)
     fd: Definition
@@ -68,100 +76,100 @@ class Arithmetic:
             op_instead(name), line_in_script(_beyond_torch(sys._getframe(1))),
         )  # fmt: skip
 
-    def __add__(self, other: Any) -> Any:
+    def __add__(self: Itself, other: Operand) -> Itself:
         return self._op("add", self, other)
 
-    def __radd__(self, other: Any) -> Any:
+    def __radd__(self: Itself, other: Operand) -> Itself:
         return self._op("add", other, self)
 
-    def __sub__(self, other: Any) -> Any:
+    def __sub__(self: Itself, other: Operand) -> Itself:
         return self._op("sub", self, other)
 
-    def __rsub__(self, other: Any) -> Any:
+    def __rsub__(self: Itself, other: Operand) -> Itself:
         return self._op("sub", other, self)
 
-    def __mul__(self, other: Any) -> Any:
+    def __mul__(self: Itself, other: Operand) -> Itself:
         return self._op("mul", self, other)
 
-    def __rmul__(self, other: Any) -> Any:
+    def __rmul__(self: Itself, other: Operand) -> Itself:
         return self._op("mul", other, self)
 
-    def __truediv__(self, other: Any) -> Any:
+    def __truediv__(self: Itself, other: Operand) -> Itself:
         return self._op("truediv", self, other)
 
-    def __rtruediv__(self, other: Any) -> Any:
+    def __rtruediv__(self: Itself, other: Operand) -> Itself:
         return self._op("truediv", other, self)
 
-    def __floordiv__(self, other: Any) -> Any:
+    def __floordiv__(self: Itself, other: Operand) -> Itself:
         return self._op("div", self, other)
 
-    def __rfloordiv__(self, other: Any) -> Any:
+    def __rfloordiv__(self: Itself, other: Operand) -> Itself:
         return self._op("div", other, self)
 
-    def __mod__(self, other: Any) -> Any:
+    def __mod__(self: Itself, other: Operand) -> Itself:
         return self._op("mod", self, other)
 
-    def __rmod__(self, other: Any) -> Any:
+    def __rmod__(self: Itself, other: Operand) -> Itself:
         return self._op("mod", other, self)
 
-    def __pow__(self, other: Any) -> Any:
+    def __pow__(self: Itself, other: Operand) -> Itself:
         return self._op("pow", self, other)
 
-    def __rpow__(self, other: Any) -> Any:
+    def __rpow__(self: Itself, other: Operand) -> Itself:
         return self._op("pow", other, self)
 
-    def __and__(self, other: Any) -> Any:
+    def __and__(self: Itself, other: Operand) -> Itself:
         return self._op("bitwise_and", self, other)
 
-    def __rand__(self, other: Any) -> Any:
+    def __rand__(self: Itself, other: Operand) -> Itself:
         return self._op("bitwise_and", other, self)
 
-    def __or__(self, other: Any) -> Any:
+    def __or__(self: Itself, other: Operand) -> Itself:
         return self._op("bitwise_or", self, other)
 
-    def __ror__(self, other: Any) -> Any:
+    def __ror__(self: Itself, other: Operand) -> Itself:
         return self._op("bitwise_or", other, self)
 
-    def __xor__(self, other: Any) -> Any:
+    def __xor__(self: Itself, other: Operand) -> Itself:
         return self._op("bitwise_xor", self, other)
 
-    def __rxor__(self, other: Any) -> Any:
+    def __rxor__(self: Itself, other: Operand) -> Itself:
         return self._op("bitwise_xor", other, self)
 
-    def __lshift__(self, other: Any) -> Any:
+    def __lshift__(self: Itself, other: Operand) -> Itself:
         return self._op("bitwise_left_shift", self, other)
 
-    def __rlshift__(self, other: Any) -> Any:
+    def __rlshift__(self: Itself, other: Operand) -> Itself:
         return self._op("bitwise_left_shift", other, self)
 
-    def __rshift__(self, other: Any) -> Any:
+    def __rshift__(self: Itself, other: Operand) -> Itself:
         return self._op("bitwise_right_shift", self, other)
 
-    def __rrshift__(self, other: Any) -> Any:
+    def __rrshift__(self: Itself, other: Operand) -> Itself:
         return self._op("bitwise_right_shift", other, self)
 
-    def __lt__(self, other: Any) -> Any:
+    def __lt__(self: Itself, other: Operand) -> Itself:
         return self._op("lt", self, other)
 
-    def __le__(self, other: Any) -> Any:
+    def __le__(self: Itself, other: Operand) -> Itself:
         return self._op("le", self, other)
 
-    def __gt__(self, other: Any) -> Any:
+    def __gt__(self: Itself, other: Operand) -> Itself:
         return self._op("gt", self, other)
 
-    def __ge__(self, other: Any) -> Any:
+    def __ge__(self: Itself, other: Operand) -> Itself:
         return self._op("ge", self, other)
 
-    def __pos__(self) -> Any:
+    def __pos__(self: Itself) -> Itself:
         return self
 
-    def __neg__(self) -> Any:
+    def __neg__(self: Itself) -> Itself:
         return self._op("neg", self)
 
-    def __invert__(self) -> Any:
+    def __invert__(self: Itself) -> Itself:
         return self._op("bitwise_not", self)
 
-    def __abs__(self) -> Any:
+    def __abs__(self: Itself) -> Itself:
         return self._op("abs", self)
 
 

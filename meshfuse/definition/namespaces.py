@@ -1,18 +1,15 @@
-"""`fd.ops` and `fd.fusion`: a definition's ops as functions, its inputs and its outputs."""
+"""`fd.fusion`, a definition's inputs and outputs, and what help says of the functions of `fd.ops`."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 from ..ops import COMPOSITES, OPS, families
 from ..ops.binding import signature
-from ..ops.registry import names
 from ..ops.summary import help_text
 from ..ops.values import TensorRef
-from .applying import call_composite, call_with_keywords, find_op, usage
+from .applying import find_op, usage
 from .recording import Definition
 from .tensor_view import TensorView, Val
 
@@ -44,34 +41,6 @@ def listing() -> str:
 
 def _lines(ops: Iterable[tuple[str, str]]) -> str:
     return "\n".join(f"  {call}\n      {about}" if len(call) > 40 else f"  {call:40}  {about}" for call, about in ops)
-
-
-# An op or composite of a definition as a function. Its `__doc__`, for help(fd.ops.sum), is that of this one.
-class OpFunction(functools.partial[Any]):
-    @property
-    def __doc__(self) -> str:
-        return help_of(self.args[1])
-
-    def __repr__(self) -> str:
-        return f"<fd.ops.{self.args[1]}>"
-
-
-class OpNamespace:
-    """`fd.ops`: every op of the table, every registered one and every composite, as a function."""
-
-    __slots__ = ("_fd",)
-
-    def __init__(self, fd: Definition):
-        self._fd = fd
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name in COMPOSITES:
-            return OpFunction(call_composite, self._fd, name)
-        find_op(name)
-        return OpFunction(call_with_keywords, self._fd, name)
-
-    def __dir__(self) -> list[str]:
-        return sorted([*names(), *COMPOSITES])
 
 
 class Fusion:

@@ -87,6 +87,7 @@ class Recording:
     overlaps: by tensor, the requests of `fd.overlap`.
     primals: by gradient the tensor whose gradient it is.
     constants: tensors that no gradient passes.
+    rounds: whether results of half precision are rounded to it at once, as in torch, and not Float as in nvFuser.
     is_open: whether it may still change; False once something was compiled from it.
     """
 
@@ -102,7 +103,7 @@ class Recording:
         self.overlaps: dict[int, Overlap] = {}
         self.primals: dict[int, int] = {}
         self.constants: set[int] = set()
-        self.is_open = True
+        self.rounds, self.is_open = False, True
         self._producers: dict[int, int] = {}
         # Worked out once for ops of one form, as gradients have many of these.
         self._forms: dict[OpForm, tuple[OpForm, tuple[TensorType, ...]]] = {}
@@ -115,6 +116,14 @@ class Recording:
         plain.inputs, plain.outputs, plain.history = self.inputs, self.outputs, self.history
         plain.is_open, plain._producers, plain._flags = False, self._producers, self._flags
         return plain
+
+    def write_into(self, new: Recording) -> None:
+        """Write all of it into an empty recording, which may then go on."""
+        for name in ("tensors", "nodes", "inputs", "outputs", "history"):
+            getattr(new, name).extend(getattr(self, name))
+        for name in ("scalars", "overlaps", "primals", "constants", "_producers"):
+            getattr(new, name).update(getattr(self, name))
+        new.own_annotations.update((i, replace(a, domain=a.domain.copy())) for i, a in self.own_annotations.items())
 
     def line_of_change(self) -> SourceLine:
         """The user's line; raises DefinitionError once the definition may not change any more."""

@@ -8,7 +8,7 @@ made once. Unreduced sums stay unreduced as long as the VJPs' ops carry them; pr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..dtypes import Category, DataType
@@ -20,7 +20,7 @@ from ..ops.values import ScalarRef, TensorRef
 from ..ops.vjp import Backward, sizes
 from ..ops.window_gradients import WindowGradient, joined_windows
 from .applying import call_at
-from .recording import Definition, OpNode
+from .recording import Definition, OpNode, Recording
 from .tensor_view import TensorView, Val, as_listed, own, own_all
 
 
@@ -71,6 +71,17 @@ def _check_differentiable(tensor: TensorView, what: str, line: SourceLine) -> No
             f"grad: {what}", f"{tensor.label}: {tensor.type}", "floating point or complex tensors",
             "Only those have gradients.", line,
         )  # fmt: skip
+
+
+def dependents(recording: Recording, wrt: Iterable[int], constants: Container[int]) -> set[int]:
+    """Those tensors, and the real and complex ones that depend on them by a way on which no constant lies."""
+    found, tensors = set(wrt), recording.tensors
+    for node in recording.nodes:
+        if any(i in found for i in node.inputs):
+            found.update(
+                i for i in node.outputs if tensors[i].type.dtype.category >= Category.FLOAT and i not in constants
+            )
+    return found
 
 
 class _GradientOps:
@@ -143,19 +154,9 @@ class _Sweep:
         self.nodes = tuple(fd.recording.nodes)
         self.first_new = len(fd.recording.tensors)
         self.ops = _GradientOps(fd, line)
-        self.active = self._reached(wrt, constants)
+        self.active = dependents(fd.recording, wrt, constants)
         self._parts: dict[int, list[tuple[bool, TensorView | WindowGradient]]] = {}
         self._lines: dict[SourceLine, SourceLine] = {}
-
-    def _reached(self, wrt: Sequence[int], constants: frozenset[int]) -> set[int]:
-        """The tensors that depend on those of `wrt`, and no constants."""
-        found, tensors = set(wrt), self.fd.recording.tensors
-        for node in self.nodes:
-            if any(i in found for i in node.inputs):
-                found.update(
-                    i for i in node.outputs if tensors[i].type.dtype.category >= Category.FLOAT and i not in constants
-                )
-        return found
 
     def seed(self, output: TensorView, given: TensorView | None) -> None:
         """Begin with the gradient of an output; None stands for ones."""
@@ -188,7 +189,7 @@ class _Sweep:
         """The line of the op itself, marked as its gradient: communication of the backward is shown there."""
         at = node.line
         if at not in self._lines:
-            self._lines[at] = SourceLine(at.file, at.line, at.function, f"gradient of: {at.text}")
+            self._lines[at] = at.of_gradient()
         return self._lines[at]
 
     def _total(self, tensor: int) -> TensorView | None:

@@ -28,7 +28,7 @@ class NoAttributeError(DefinitionError, AttributeError):
     """A tensor of a definition has no such method or attribute."""
 
 
-class Val(Arithmetic):
+class Val(Arithmetic["Val | complex"]):
     """A scalar of the definition: an input, a constant, the size of a dim, or arithmetic on these."""
 
     __slots__ = ("ref",)
@@ -86,7 +86,7 @@ class Sizes(Sequence["Val"]):
         return repr(self._tensor.type.shape)
 
 
-class TensorView(Arithmetic):
+class TensorView(Arithmetic["TensorView | Val | complex"]):
     """A tensor of the definition: its type, its mesh, and its loop domain, which nvFuser's calls edit in place.
 
     The *loop domain* is a list of axes, at first one per dim. `split`, `merge` and `reorder` change the list,
@@ -172,10 +172,10 @@ class TensorView(Arithmetic):
             f"a tensor of a definition has no {name!r}", "", "", op_instead(name), caller_line(), NoAttributeError
         )
 
-    def __matmul__(self, other: Any) -> Any:
+    def __matmul__(self, other: TensorView) -> TensorView:
         return self._op("matmul", self, other)
 
-    def __rmatmul__(self, other: Any) -> Any:
+    def __rmatmul__(self, other: TensorView) -> TensorView:
         return self._op("matmul", other, self)
 
     @property

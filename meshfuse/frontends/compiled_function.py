@@ -13,7 +13,7 @@ from ..backends.assignment import requested
 from ..definition.checks import checked_mesh
 from ..errors import SourceLine, caller_line, located, shown, user_error
 from .parallel_module import STATE, Options, ParallelModule, State, parallel_class
-from .placing import Places, check_world, torch_mesh_of
+from .placing import Places, check_world, place_mesh_of
 from .plans import ModulePlan, checked_specs
 
 
@@ -101,7 +101,7 @@ def _state(made: nn.Module, states: Mapping[str, State], mesh: Any, options: Opt
     first = next(iter(states.values()), None)
     device = first.places.device if first is not None else torch.device("cpu")
     given = first.places.torch_mesh if first is not None else None
-    places = Places(plan, device, torch_mesh_of(mesh, given, device), line)
+    places = Places(plan, device, place_mesh_of(mesh, given, device), line)
     for head, state in states.items():
         places.shapes.update((f"{head}.{name}", shape) for name, shape in state.places.shapes.items())
     parts = max((s.parts for s in states.values()), default=1)

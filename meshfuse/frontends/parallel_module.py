@@ -40,7 +40,7 @@ from .pipeline.options import Pipeline
 from .pipeline.orders import named
 from .pipeline.schedule import Schedule
 from .pipeline.with_loss import TARGET
-from .placing import Place, Places, check_same_weights, check_world, place_parameters, torch_mesh_of
+from .placing import Place, Places, check_same_weights, check_world, place_mesh_of, place_parameters
 from .plans import ModulePlan, Spec, checked_specs, module_plan
 from .precision import Precision
 
@@ -93,7 +93,7 @@ def parallelize(
         device = _device(module, mesh)
         check_same_weights(module, World.current().all_ranks, "every rank")
         elsewhere = take_out(module, stages.held_here())
-        places = Places(where, device, torch_mesh_of(whole, mesh, device, stages.axis), line)
+        places = Places(where, device, place_mesh_of(whole, mesh, device, stages.axis), line)
         state = State(where, options, places, place_parameters(module, places), line)
         state.names, state.parts = names, 1 if places.is_simulated else _tensor_ranks(where)
         state.tables = list(module.modules()), list(module.parameters())

@@ -67,6 +67,18 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def placed(name: str, sharding: Sharding, shape: Sequence[int], torch_mesh: Any, line: SourceLine) -> Place:
+    """Where a DTensor of this sharding lies. Raises ArgumentError where torch has no placements for that."""
+    placements = placements_of(sharding, tuple(shape))
+    uneven = any(_is_cut_unevenly(layout, n) for layout, n in zip(sharding.dims, shape, strict=True))
+    if placements is None or uneven:
+        raise user_error(
+            f"{name} of shape {list(shape)} cannot be a DTensor", f"{sharding} on {sharding.mesh}",
+            "whole axes; where several cut one dim, they must divide it", "Cut another dim.", line, ArgumentError,
+        )  # fmt: skip
+    return Place(sharding, torch_mesh, placements)
+
+
 class Places:
     """Where tensors of a module lie, on real ranks or on simulated ones.
 
@@ -91,17 +103,7 @@ class Places:
 
     def of_sharding(self, name: str, sharding: Sharding, shape: Sequence[int]) -> Place:
         """Where a tensor of this sharding lies."""
-        if self.torch_mesh is None:
-            return Place(sharding)
-        placements = placements_of(sharding, tuple(shape))
-        uneven = any(_is_cut_unevenly(layout, n) for layout, n in zip(sharding.dims, shape, strict=True))
-        if placements is None or uneven:
-            raise user_error(
-                f"{name} of shape {list(shape)} cannot be a DTensor", f"{sharding} on {sharding.mesh}",
-                "whole axes; where several cut one dim, they must divide it", "Cut another dim.", self.line,
-                ArgumentError,
-            )  # fmt: skip
-        return Place(sharding, self.torch_mesh, placements)
+        return Place(sharding) if self.torch_mesh is None else placed(name, sharding, shape, self.torch_mesh, self.line)
 
 
 def _is_cut_unevenly(layout: Any, n: int) -> bool:
@@ -113,19 +115,19 @@ def _is_cut_unevenly(layout: Any, n: int) -> bool:
     return axes > 1 and n % ranks != 0
 
 
-def torch_mesh_of(mesh: DeviceMesh, given: Any, device: torch.device, without: str = "") -> Any:
+def place_mesh_of(mesh: DeviceMesh, given: Any, device: torch.device, without: str = "") -> Any:
     """torch's mesh of the same ranks, that which was given if there is one; None where ranks are simulated.
 
     without: an axis of which this rank has one coordinate; None where there is no other.
     """
     if World.current().size == 1:
         return None
-    found = given if hasattr(given, "get_group") else _torch_mesh(mesh, device)
+    found = given if hasattr(given, "get_group") else torch_mesh_of(mesh, device)
     kept = tuple(name for name in mesh.names if name != without)
     return (found[kept] if kept else None) if without else found
 
 
-def _torch_mesh(mesh: DeviceMesh, device: torch.device) -> Any:
+def torch_mesh_of(mesh: DeviceMesh, device: torch.device) -> Any:
     """torch's mesh of the same ranks; torch's default process group is made if there is none."""
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
@@ -139,12 +141,12 @@ def _torch_mesh(mesh: DeviceMesh, device: torch.device) -> Any:
     return TorchMesh(device.type, ranks, mesh_dim_names=mesh.names)
 
 
-def check_world(mesh: DeviceMesh, line: SourceLine) -> None:
+def check_world(mesh: DeviceMesh, line: SourceLine, who: str = "parallelize") -> None:
     """Raises ArgumentError where the mesh is not that of the ranks which a launcher started."""
     size = World.current().size
     if size > 1 and sorted(mesh.ranks) != list(range(size)):
         raise user_error(
-            "parallelize: a mesh of other ranks than the job has", f"{mesh}", f"all of the ranks 0 to {size - 1}",
+            f"{who}: a mesh of other ranks than the job has", f"{mesh}", f"all of the ranks 0 to {size - 1}",
             f"Start {len(mesh.ranks)} ranks, or make the mesh of these.", line, ArgumentError,
         )  # fmt: skip
 
@@ -158,7 +160,7 @@ def place_parameters(module: nn.Module, places: Places) -> dict[str, Place]:
     found = {name: places.of_parameter(name, p.shape) for name, p in module.named_parameters()}
     made: dict[int, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
-        made[id(parameter)] = _placed(parameter, found[name], places.device)
+        made[id(parameter)] = _cut(parameter, found[name], places.device)
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
@@ -169,7 +171,7 @@ def place_parameters(module: nn.Module, places: Places) -> dict[str, Place]:
     return found
 
 
-def _placed(parameter: nn.Parameter, place: Place, device: torch.device) -> nn.Parameter:
+def _cut(parameter: nn.Parameter, place: Place, device: torch.device) -> nn.Parameter:
     if place.torch_mesh is None and not parameter.is_meta and parameter.device == device:
         return parameter
     shape = tuple(parameter.shape)

@@ -289,7 +289,8 @@ class FusionDefinition(core.FusionDefinition):
         self, inputs: Sequence[Any], *, check_replicas: bool = False, check_streams: bool = False
     ) -> list[Any]:
         values = flattened(self.recording, inputs)
-        outputs = super().simulate(values, check_replicas=check_replicas, check_streams=check_streams)
+        with torch.no_grad():  # as `execute`
+            outputs = super().simulate(values, check_replicas=check_replicas, check_streams=check_streams)
         return self._written(outputs, values)
 
     def manual_execute(self, inputs: Sequence[Any], heuristic_params: Any = None) -> list[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..argument_checks import as_int
-from ..definition.namespaces import OpNamespace
+from ..definition.op_namespace import OpNamespace
 from ..definition.tensor_view import TensorView, Val
 from ..errors import SourceLine, caller_line, user_error
 

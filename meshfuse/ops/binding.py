@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -77,6 +78,31 @@ def signature(op: OpDef) -> str:
     """`sum(arg, dims=None, ...)`, for error texts and help."""
     parts = [p.name if p.default is REQUIRED else f"{p.name}={p.default!r}" for p in op.params]
     return f"{op.name}({', '.join(parts)})"
+
+
+# What a kind of parameter takes, as text of a type of Python's; tensors are TensorViews, scalars numbers or Vals.
+ANNOTATIONS: dict[ParamKind, str] = {
+    K.TENSOR: "TensorView", K.OPTIONAL_TENSOR: "TensorView | None", K.TENSORS: "Sequence[TensorView]",
+    K.TENSOR_OR_SCALAR: "Operand", K.SCALAR: "Scalar", K.OPTIONAL_SCALAR: "Scalar | None",
+    K.INT: "int", K.DIM: "int", K.DIMS: "int | Sequence[int]", K.OPTIONAL_DIMS: "int | Sequence[int] | None",
+    K.INTS: "Sequence[int]", K.SIZE: "int | Val", K.SHAPE: "Sequence[int | Val]",
+    K.BOOL: "bool", K.BOOLS: "Sequence[bool]", K.DTYPE: "DataType | torch.dtype",
+}  # fmt: skip
+
+
+def annotation(param: Param) -> str:
+    """The type of a parameter's arguments."""
+    found = ANNOTATIONS[param.kind]
+    return f"{found} | None" if param.default is None and not found.endswith("None") else found
+
+
+def python_signature(op: OpDef) -> inspect.Signature:
+    """How an op is called, for `inspect.signature` and what completes names."""
+    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    return inspect.Signature([
+        inspect.Parameter(p.name, kind, default=empty if p.default is REQUIRED else p.default, annotation=annotation(p))
+        for p in op.params
+    ])  # fmt: skip
 
 
 def _checked(op: OpDef, param: Param, value: Any, resolve: Resolve) -> Any:

@@ -35,6 +35,19 @@ def floating(dtypes: Sequence[DataType]) -> DataType:
     return DataType.Float if dtype.category < Category.FLOAT else widen(dtype)
 
 
+def widened_from(call: Call) -> DataType | None:
+    """The type of half precision that torch gives the result of a call which nvFuser's rule makes Float; else None.
+
+    It is said by the types alone: one result, of a type that no parameter names, and operands of half precision.
+    """
+    if len(call.results) != 1 or call.results[0].dtype is not DataType.Float:
+        return None
+    if any(param.kind is K.DTYPE for param in call.op.params) or not any(call.types):
+        return None
+    found = promoted(operand_dtypes(call))
+    return found if found.is_reduced_float else None
+
+
 def predicate(_: Sequence[DataType]) -> DataType:
     """Bool: the type of comparisons and tests."""
     return DataType.Bool

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from ..compiler import CompiledProgram
 from ..default_machine import default_machine, name_of
+from ..html_text import html_lines, html_table
 from ..number_text import duration, micro, number
 from ..resharding import Reshard
 from .alternatives import Alternative, Alternatives, Total, wire_bytes
@@ -90,14 +91,22 @@ class Bill:
     def __str__(self) -> str:
         if not self.entries:
             return f"no communication{self._certificate()}"
-        rows = [("collective", "axis", "bytes", "us", "tensor", "why", "line")]
+        return table(self._rows(), right=(2, 3)) + self._certificate()
+
+    def _repr_html_(self) -> str:
+        if not self.entries:
+            return html_lines(str(self))
+        return html_table(self._rows(), right=(2, 3), caption=self._certificate().strip())
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """A heading, a row for each collective, and their total."""
+        rows: list[tuple[str, ...]] = [("collective", "axis", "bytes", "us", "tensor", "why", "line")]
         rows += [
             (e.collective, e.axes, number(e.wire), micro(e.seconds), e.tensor, e.why, e.line) for e in self.entries
         ]
         count = len(self.entries)
         plural = f"{count} collective{'s' if count > 1 else ''}"
-        rows.append(("total", "", number(self.total), micro(self.seconds), "", plural, ""))
-        return table(rows, right=(2, 3)) + self._certificate()
+        return [*rows, ("total", "", number(self.total), micro(self.seconds), "", plural, "")]
 
     def _certificate(self) -> str:
         """How good the plan is, as a line of its own; "" where that is not known."""

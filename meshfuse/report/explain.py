@@ -10,6 +10,7 @@ from ..compiler import CompiledProgram
 from ..errors import DefinitionError, shown, user_error
 from ..graph import Graph, Node, users
 from ..number_text import duration, figures, number
+from ..ops.promotion import widened_from
 from ..placement.op_meshes import MeshCosts
 from ..placement.options import Choice, RunnerUp, Source
 from ..propagation import ShardedDefinition
@@ -83,6 +84,7 @@ class Explainer:
         sharding = self.compiled.sharded.shardings[tensor]
         yield f"{made.label}: {made.type}, sharded {sharding} on {sharding.mesh}"
         yield f"  {self._maker(tensor)} at {quoted(made.line)}"
+        yield from self._promoted(tensor)
         yield from (f"  {line}" for line in self._why(tensor))
         yield from (f"  {line}" for line in (self._stationary(tensor) if replanned else ()))
         yield from (f"  {line}" for line in self._alternative(tensor))
@@ -90,6 +92,14 @@ class Explainer:
         yield from (f"  {line}" for line in self._chunks(tensor))
         yield "communication for it:"
         yield from (f"  {line}" for line in self._moves(tensor))
+
+    def _promoted(self, tensor: int) -> Iterator[str]:
+        """That nvFuser's promotion makes it Float of half precision."""
+        node = self.provenance.producer(tensor)
+        narrow = widened_from(node.call) if node is not None else None
+        if node is not None and narrow is not None:
+            yield (f"  Float by nvFuser's promotion: {node.name} of {narrow.name} is not rounded; "
+                   'FusionDefinition(promotion="torch") rounds it')  # fmt: skip
 
     def in_short(self, tensor: int) -> str:
         """Why a tensor is sharded as it is, in a cell of a table."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..compiler import CompiledProgram
 from ..errors import SourceLine
+from ..html_text import html_table
 from ..number_text import number
 from ..reshard.rematerialize import peak
 from ..resharding import Compute, ReshardedDefinition
@@ -40,12 +41,19 @@ class Memory:
     held: tuple[Held, ...]
 
     def __str__(self) -> str:
-        rows = [("bytes", "tensor", "sharding", "from", "line")]
+        return f"at most {number(self.peak)} bytes per rank, {self.step}\n{table(self._rows(), right=(0,))}"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._rows(), right=(0,), caption=f"at most {number(self.peak)} bytes per rank, {self.step}")
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """A heading, and a row for each of the largest values that are held."""
+        rows: list[tuple[str, ...]] = [("bytes", "tensor", "sharding", "from", "line")]
         rows += [(number(h.nbytes), h.tensor, h.sharding, h.origin, h.line) for h in self.held[:_TOLD]]
         left = self.held[_TOLD:]
         if left:
             rows.append((number(sum(h.nbytes for h in left)), f"{len(left)} more", "", "", ""))
-        return f"at most {number(self.peak)} bytes per rank, {self.step}\n{table(rows, right=(0,))}"
+        return rows
 
 
 def modelled_memory(compiled: CompiledProgram) -> Memory:

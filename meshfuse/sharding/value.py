@@ -12,9 +12,11 @@ from typing import ClassVar
 from weakref import WeakValueDictionary
 
 from ..errors import MeshfuseError, caller_line, shown, user_error
+from ..html_text import html_table
 from ..mesh import DeviceMesh
 from . import layout as lay
 from .layout import Layout, Runs, Split
+from .picture import picture_of
 
 # An axis of a mesh: its name alone may be that of another mesh's, too.
 Axis = tuple[DeviceMesh, str | None]
@@ -106,6 +108,24 @@ class Sharding:
 
     def __repr__(self) -> str:
         return _text(self)
+
+    def _repr_html_(self) -> str:
+        rows = [("dim", "axes"), *((str(d), lay.text(layout, self.mesh)) for d, layout in enumerate(self.dims))]
+        return html_table(rows, caption=f"on {self.mesh}{self.note()}")
+
+    def show(self, shape: Sequence[int]) -> None:
+        """Show a tensor of this global shape as a grid of its pieces, coloured by the ranks that hold them.
+
+        As SVG in a notebook, in colours in a terminal, else as text. Of more than two dims the two are shown that are
+        cut into most pieces. Raises DefinitionError for a shape that does not fit.
+        """
+        name = f"{list(shape)} {self}" if isinstance(shape, (list, tuple)) else ""
+        picture_of(self.placement(shape), shape, name, self.note()).show()
+
+    def note(self) -> str:
+        """In words what is still to be reduced; "" for nothing."""
+        axes = ", ".join(lay.split_text(split, self.mesh) for split in self.partial)
+        return f"; each rank has a term of a {self.reduce} over {axes}" if axes else ""
 
     @classmethod
     def replicated(cls, mesh: DeviceMesh, ndim: int) -> Sharding:

@@ -242,7 +242,10 @@ def test_where_nothing_is_annotated_outputs_are_whole_on_the_inputs_mesh(ranks4,
 
 
 def on_rank_recording() -> list[tuple[bool, bool]]:
-    """Whether outputs need a gradient, and whether they are right: of the argument itself, a view and a product."""
+    """Whether the graph of outputs has the call alone, and whether they are right.
+
+    Of the argument itself, a view and a product.
+    """
     value = numbers(8, 4)
     x = torch.nn.Parameter(distributed(value, torch_mesh((2,), ("x",)), "0"))
     with mf.FusionDefinition() as fd:
@@ -250,14 +253,23 @@ def on_rank_recording() -> list[tuple[bool, bool]]:
         for made in (t, fd.ops.permute(t, [1, 0]), fd.ops.mul(t, 2.0)):
             fd.add_output(made)
         fd.mesh_split(t, mf.DeviceMesh((2,), ("x",)), ["x", None])
-    found = [*fd.execute([x]), *fd(value.clone().requires_grad_())]
-    wanted = [value, value.T, value * 2] * 2
-    return [(one.requires_grad, torch.equal(getattr(one, "full_tensor", lambda one=one: one)(), w))
-            for one, w in zip(found, wanted, strict=True)]  # fmt: skip
+    whole = value.clone().requires_grad_()
+    found = [*fd.execute([x]), *fd(whole)]
+    wanted, leaves = [value, value.T, value * 2] * 2, [x] * 3 + [whole] * 3
+    with torch.no_grad():
+        assert not any(one.requires_grad for one in (*fd.execute([x]), *fd(whole)))
+    return [(is_recorded_call(one, leaf), torch.equal(getattr(one, "full_tensor", lambda one=one: one)(), w))
+            for one, w, leaf in zip(found, wanted, leaves, strict=True)]  # fmt: skip
+
+
+def is_recorded_call(output: Any, leaf: Any) -> bool:
+    """Whether torch has recorded one call between a leaf and an output, and nothing of what ran in it."""
+    before = [node for node, _ in output.grad_fn.next_functions if node is not None]
+    return output.grad_fn.name() == "DefinitionCallBackward" and len(before) == 1 and before[0].variable is leaf
 
 
 def test_no_graph_of_autograd_goes_through_a_program(ranks2):
-    assert ranks2.run(on_rank_recording) == [[(False, True)] * 6] * 2
+    assert ranks2.run(on_rank_recording) == [[(True, True)] * 6] * 2
 
 
 def on_rank_free_output(rows: int, width: int) -> tuple[Any, ...]:
