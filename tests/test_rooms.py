@@ -11,7 +11,7 @@ import meshfuse
 PACKAGE = Path(meshfuse.__file__).parent
 # Packages and root modules, from the top down: each imports only what stands behind it here.
 ORDER = (
-    "__main__", "cli", "__init__", "testing", "thunder", "frontends", "nvfuser_direct", "session",
+    "__main__", "cli", "__init__", "testing", "thunder", "session", "frontends", "nvfuser_direct",
     "fusion_definition", "preparation", "execution", "programs", "automatic_plan",
     "report", "checkpoint", "executor", "compiler",
     "backends", "host_ir", "lowering",

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..executor.dtensor import is_dtensor, settled
+from ..sharding.value import Sharding
 from .calls import Call
 from .capture import Captured, Source
 from .joint import Half, Step
@@ -79,6 +80,13 @@ class Runner:
     def _shown(self, place: int, local: torch.Tensor) -> torch.Tensor:
         wrap = self._wraps[place]
         return local if wrap is None else wrap.wrapped(local, self._shape(place))
+
+    def placed_result(self, place: int) -> tuple[Sharding, tuple[int, ...]] | None:
+        """How a result lies on the ranks, by its place among the results' leaves, and its global shape."""
+        for i, source in enumerate(self._results):
+            if source.place == place:
+                return self.step.results[i], self._shape(i)
+        return None
 
     def _shape(self, place: int) -> tuple[int, ...]:
         graph = self.step.forward.fd.latest().graph

@@ -27,7 +27,7 @@ from .joint import Setting, planned
 from .kv_caches import WithCaches
 from .loading import init_weights, load
 from .patterns import matches, nearest
-from .placing import Place, Places, check_world, place_parameters
+from .placing import Place, Places, check_world, connect_again, place_parameters
 from .plans import ModulePlan, Spec, checked_specs, module_plan
 from .precision import Precision
 
@@ -78,6 +78,25 @@ def parallelize(
     object.__setattr__(module, STATE, state)
     module.__class__ = parallel_class(type(module))
     return module
+
+
+def rejoin(module: nn.Module) -> None:
+    """Let a parallel module, its parameters and their gradients use the groups of this thread's world from here on.
+
+    Those of before are gone, as in a session whose workers go on after an error. All ranks call this.
+    """
+    state: State = getattr(module, STATE)
+    connect_again(state.places)
+    for runner in state.runners.values():
+        for half in (runner.step.forward, runner.step.backward):
+            if half is not None:
+                half.fd.leave_ranks()
+
+
+def seed_draws(module: nn.Module, generator: torch.Generator) -> None:
+    """Let a parallel module's random numbers follow this generator, which ranks must have seeded alike."""
+    state: State = getattr(module, STATE)
+    state.draws.generator = generator
 
 
 def _tensor_ranks(plan: ModulePlan) -> int:

@@ -75,6 +75,8 @@ class World:
 
     _current: ClassVar[World | None] = None
     _of_thread: ClassVar[_OfThread] = _OfThread()
+    # Whether torch's default group is of a thread that is a rank of its own, and not of this process.
+    default_group_is_a_threads: ClassVar[bool] = False
 
     def __init__(self, place: Environment, limit: float):
         self.place, self.limit = place, limit
@@ -397,7 +399,8 @@ def _place() -> Environment:
 
 
 def _in_default_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    """Whether the script is a rank by torch's default group; that of a session belongs to one of its threads."""
+    return dist.is_available() and dist.is_initialized() and not World.default_group_is_a_threads
 
 
 def _default_group_place() -> Environment:

@@ -15,10 +15,11 @@ from .dref import DRef
 from .errors import ConnectionRefused, Released, SessionError, WorkerError, WorkerLost, WorkerTimeout
 from .registry import register_global_func
 from .registry import register_global_func as register_func
+from .remote_module import RemoteModule, RemoteOptimizer
 from .session import ProcessSession, RemoteDefinition, Session, SocketSession, ThreadedSession
 
 __all__ = [
-    "ConnectionRefused", "DRef", "ProcessSession", "Released", "RemoteDefinition", "Session", "SessionError",
+    "ConnectionRefused", "DRef", "ProcessSession", "Released", "RemoteDefinition", "RemoteModule", "RemoteOptimizer", "Session", "SessionError",
     "SocketSession", "ThreadedSession", "WorkerError", "WorkerLost", "WorkerTimeout", "autograd", "group_id",
     "num_workers", "optim", "register_func", "register_global_func", "rpc", "worker_id",
 ]  # fmt: skip

@@ -133,7 +133,7 @@ class Controller:
             self._send_call(Frame(CALL, self._supervisor.epoch, number, payload, buffers, self._take_freed()), only)
             return ref
 
-    def _call_each(self, function: Any, args: Sequence[tuple[Any, ...]], what: str, placed: Any = None) -> DRef:
+    def call_each(self, function: Any, args: Sequence[tuple[Any, ...]], what: str, placed: Any = None) -> DRef:
         """Call a function with other arguments on each worker."""
         with self._lock:
             self.check_open()

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import ArgumentError, caller_line, shown, user_error
+from . import builtin
 from .compact import register_compact
 from .executor import REGISTER, register
 
@@ -95,6 +96,13 @@ class DRef:
         ArgumentError for other values.
         """
         return self._session.whole(self)
+
+    def backward(self, gradient: Any = None) -> None:
+        """Run torch's backward pass on every worker, from the tensor that it has in this register.
+
+        gradient: a DRef or a tensor, for what is no number. Gradients accumulate in `.grad` of the workers' leaves.
+        """
+        self._session.call_packed(builtin.backward, self, gradient)
 
     def _worker(self, worker_id: Any) -> int:
         size = self._session.num_workers

@@ -7,7 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.utils import _pytree as pytree
+
 from ..errors import ArgumentError, user_error
+from ..executor.dtensor import is_dtensor, settled
 from ..runtime.world import World
 from .compact import register_reader
 from .errors import Raised, Released, describe
@@ -45,6 +49,9 @@ class Executor:
         self.failure: Raised | None = None
         self._make_world, self._told = make_world, told
         self._world: World | None = None
+        # What is to be done when the connections to the other workers break.
+        self.at_leave: list[Callable[[], None]] = []
+        self.default_groups = 0  # How often it has joined torch's default group.
         self.since = 0.0
 
     @property
@@ -101,9 +108,14 @@ class Executor:
 
     def leave_world(self) -> None:
         """Break the connections to the other workers."""
+        self._leave_others()
         world, self._world = self._world, None
-        if world is not None:
+        if world is not None and world.size > 1:
             world.close()  # type: ignore[attr-defined]
+
+    def _leave_others(self) -> None:
+        while self.at_leave:
+            self.at_leave.pop()()
 
     def _call(self, frame: Frame) -> None:
         self.running, self.since = frame.number, time.monotonic()
@@ -118,6 +130,7 @@ class Executor:
     def _fail(self, error: BaseException, number: int) -> None:
         self.failure = self.failure or describe(error, self.worker, number)
         self.release(self.epoch, number, "")
+        self._leave_others()  # They may wait for this worker.
         if not isinstance(error, Released):
             self._told(self.epoch, number)
 
@@ -125,7 +138,7 @@ class Executor:
         """The answer to GET; None if it failed, which the report tells."""
         self.running = frame.number
         try:
-            payload, buffers = dumps(loads(frame.payload))
+            payload, buffers = dumps(_readable(loads(frame.payload)))
             return Frame(DONE, self.epoch, frame.number, payload, buffers)
         except BaseException as error:
             self._fail(error, frame.number)
@@ -137,6 +150,13 @@ class Executor:
         if self.failure is not None:
             return Frame(FAILED, self.epoch, frame.number, dumps(self.failure)[0])
         return Frame(SKIPPED if self._skips(frame.number) else DONE, self.epoch, frame.number)
+
+
+def _readable(value: Any) -> Any:
+    """A value as other processes can read it: of DTensors this worker's shards."""
+    if type(value) in (torch.Tensor, int, float, str):
+        return value
+    return pytree.tree_map_only(torch.Tensor, lambda t: settled(t.to_local()).detach() if is_dtensor(t) else t, value)
 
 
 def current() -> Executor:

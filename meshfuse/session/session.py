@@ -14,6 +14,7 @@ from ..argument_checks import as_int
 from ..checkpoint.safetensors import find
 from ..errors import ArgumentError, caller_line, shown, user_error
 from ..fusion_definition import FusionDefinition
+from ..mesh import DeviceMesh
 from ..runtime.environment import DEFAULT_TIMEOUT
 from ..sharding.data import shard, unshard
 from ..sharding.value import Sharding
@@ -24,6 +25,7 @@ from .distributed import Placed
 from .dref import DRef
 from .handshake import TOKEN, token_of
 from .nodes import Nodes
+from .remote_module import RemoteModule, load_module
 from .rpc import start as rpc_start
 
 
@@ -127,7 +129,7 @@ class Session(Controller):
         """A tensor on worker 0; if `in_group` on the first worker of each group."""
         _check_tensor(array, what)
         size = self.num_workers // self.num_groups if in_group else self.num_workers
-        return self._call_each(
+        return self.call_each(
             builtin.constant, [(array if worker % size == 0 else None,) for worker in range(self.num_workers)], what
         )
 
@@ -166,7 +168,7 @@ class Session(Controller):
         self._check_sharding(sharding, "distribute_tensor")
         placed = Placed(sharding.placement(tuple(tensor.shape)), tuple(tensor.shape))
         parts = [(self._shard(tensor, placed.sharding, worker),) for worker in range(self.num_workers)]
-        return self._call_each(builtin.constant, parts, "distribute_tensor", placed)
+        return self.call_each(builtin.constant, parts, "distribute_tensor", placed)
 
     def _shard(self, tensor: torch.Tensor, sharding: Sharding, worker: int) -> torch.Tensor | None:
         return shard(tensor, sharding, worker) if worker in sharding.mesh else None
@@ -201,12 +203,22 @@ class Session(Controller):
             raise user_error("load_definition", shown(fd), "a FusionDefinition", "", caller_line(), ArgumentError)
         return RemoteDefinition(self, fd, self._call(distributed.make_definition, (repr(fd),), {}, "load_definition"))
 
-    def load_module(self, *_: Any, **__: Any) -> DRef:
-        """PyTorch models on workers are not there yet. Raises ArgumentError."""
-        raise user_error(
-            "load_module", "a PyTorch model", "a definition", "Make the model in a function that s.call runs.",
-            caller_line(), ArgumentError,
-        )  # fmt: skip
+    def load_module(
+        self, make: Any, mesh: DeviceMesh, plan: Any = None, *, args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None, seed: int | None = None, **options: Any,
+    ) -> RemoteModule:  # fmt: skip
+        """A PyTorch model on all workers, which must be processes (or one thread). Waits until it is there.
+
+        make: a function that makes the model, called with `args` and `kwargs` on every worker under one seed (None: that
+            of torch here); "module:name" of one; or a model, which is copied there.
+        mesh: of all workers. plan, options: as `mf.parallelize` takes them.
+
+        Raises ArgumentError for other makers and meshes, and what `mf.parallelize` raises.
+        """
+        if isinstance(self, ThreadedSession) and self.num_workers > 1:
+            raise user_error("load_module", "workers that are threads", "one process for each: DTensors need them",
+                             "Use a ProcessSession.", caller_line(), ArgumentError)  # fmt: skip
+        return load_module(self, make, mesh, plan, args, kwargs, seed, options)
 
     def whole(self, ref: DRef) -> torch.Tensor:
         """The global tensor of a distributed one."""
