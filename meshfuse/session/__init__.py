@@ -19,9 +19,10 @@ from .remote_module import RemoteModule, RemoteOptimizer
 from .session import ProcessSession, RemoteDefinition, Session, SocketSession, ThreadedSession
 
 __all__ = [
-    "ConnectionRefused", "DRef", "ProcessSession", "Released", "RemoteDefinition", "RemoteModule", "RemoteOptimizer", "Session", "SessionError",
-    "SocketSession", "ThreadedSession", "WorkerError", "WorkerLost", "WorkerTimeout", "autograd", "group_id",
-    "num_workers", "optim", "register_func", "register_global_func", "rpc", "worker_id",
+    "ConnectionRefused", "DRef", "ProcessSession", "Released", "RemoteDefinition", "RemoteModule",
+    "RemoteOptimizer", "Session", "SessionError", "SocketSession", "ThreadedSession", "WorkerError", "WorkerLost",
+    "WorkerTimeout", "autograd", "group_id", "num_workers", "optim", "register_func", "register_global_func", "rpc",
+    "worker_id",
 ]  # fmt: skip
 
 

@@ -76,6 +76,7 @@ class Controller:
         self._freed: deque[int] = deque()
         self._issued: deque[_Issued] = deque(maxlen=_REMEMBERED)
         self._broken: str | None = None
+        self.autograd_context: Any = None
         self._setup: list[tuple[Any, tuple[Any, ...]]] = []
         self._begin()
         _open.add(self)
@@ -369,7 +370,7 @@ class Controller:
             self._crew.close(in_order=False)
             self.generation += 1
             self._freed.clear()
-            self._broken = None
+            self._broken = self.autograd_context = None
             self._begin()
             for function, args in self._setup:
                 self._call(function, args, {}, "restart")

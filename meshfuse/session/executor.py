@@ -51,6 +51,7 @@ class Executor:
         self._world: World | None = None
         # What is to be done when the connections to the other workers break.
         self.at_leave: list[Callable[[], None]] = []
+        self.tape: Any = None  # What an autograd context remembers (tape.Tape).
         self.default_groups = 0  # How often it has joined torch's default group.
         self.since = 0.0
 

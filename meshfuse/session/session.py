@@ -209,8 +209,8 @@ class Session(Controller):
     ) -> RemoteModule:  # fmt: skip
         """A PyTorch model on all workers, which must be processes (or one thread). Waits until it is there.
 
-        make: a function that makes the model, called with `args` and `kwargs` on every worker under one seed (None: that
-            of torch here); "module:name" of one; or a model, which is copied there.
+        make: a function that makes the model, called with `args` and `kwargs` on every worker under one seed (None:
+            that of torch here); "module:name" of one; or a model, which is copied there.
         mesh: of all workers. plan, options: as `mf.parallelize` takes them.
 
         Raises ArgumentError for other makers and meshes, and what `mf.parallelize` raises.

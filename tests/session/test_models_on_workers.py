@@ -167,11 +167,11 @@ def test_what_cannot_be_loaded(processes: di.Session, threaded: di.Session) -> N
     for make, text in (("nowhere", "a function that makes a model"), (3, "found 3")):
         with pytest.raises(ArgumentError, match=text):
             processes.load_module(make, MESH)
-    with pytest.raises(ArgumentError, match="an mf.DeviceMesh of all 4 workers"):
+    with pytest.raises(ArgumentError, match=r"an mf\.DeviceMesh of all 4 workers"):
         processes.load_module(make_net, mf.DeviceMesh((2,), ("tp",)))
-    with pytest.raises(ArgumentError, match="no function 'no' in session.functions"):
+    with pytest.raises(ArgumentError, match=r"no function 'no' in session\.functions"):
         processes.load_module("session.functions:no", MESH)
-    with pytest.raises(ArgumentError, match="found 3, needed an nn.Module"):
+    with pytest.raises(ArgumentError, match=r"found 3, needed an nn\.Module"):
         processes.load_module(lambda: 3, MESH)
     module = processes.load_module(make_net, MESH, PLAN, inputs=INPUTS)
     with pytest.raises(ArgumentError, match=r"argument x: found shape \[16\], needed 2 dims, as in inputs"):
