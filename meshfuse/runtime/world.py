@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch.distributed as dist
 
@@ -84,6 +84,7 @@ class World:
         self.local_rank, self.local_size = place.local_rank, place.local_size
         self.waiting: Work | None = None
         self.activity: Activity | None = None
+        self.recorder: Any = None  # What records its programs' kernels and communications.
         self._gone: set[int] = set()
         self._process = os.getpid()
         self._groups: dict[tuple[int, ...], Group] = {}

@@ -114,7 +114,10 @@ class DRef:
         return worker_id
 
     def __repr__(self) -> str:
-        return f"<DRef {self.number}{f' of {self._what}' if self._what else ''} on {self._session.num_workers} workers>"
+        sharding, shape = getattr(self.placed, "sharding", None), getattr(self.placed, "shape", None)
+        placed = f", {list(shape)} as {sharding}" if sharding is not None and shape is not None else ""
+        what = f" of {self._what}" if self._what else ""
+        return f"<DRef {self.number}{what} on {self._session.num_workers} workers{placed}>"
 
 
 class NoWorker(ArgumentError, IndexError):

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, user_error
 from ..executor.dtensor import is_dtensor, settled
+from ..executor.record import Recorder
 from ..runtime.world import World
 from .compact import register_reader
 from .errors import Raised, Released, describe
@@ -51,6 +52,9 @@ class Executor:
         self._world: World | None = None
         # What is to be done when the connections to the other workers break.
         self.at_leave: list[Callable[[], None]] = []
+        # While a profile is made: what records this worker's programs, and (number, start, end) of its calls.
+        self.recorder: Recorder | None = None
+        self.calls: list[tuple[int, float, float]] = []
         self.tape: Any = None  # What an autograd context remembers (tape.Tape).
         self.default_groups = 0  # How often it has joined torch's default group.
         self.since = 0.0
@@ -69,6 +73,7 @@ class Executor:
         """This worker as a rank, among the others of its session."""
         if self._world is None:
             self._world = self._make_world(self, self.epoch)
+            self._world.recorder = self.recorder
         return self._world
 
     def release(self, epoch: int, number: int, reason: str) -> None:
@@ -120,6 +125,7 @@ class Executor:
 
     def _call(self, frame: Frame) -> None:
         self.running, self.since = frame.number, time.monotonic()
+        start = time.perf_counter()
         try:
             function, args, kwargs, result = loads(frame.payload, frame.buffers)
             self.registers[result] = function(*args, **kwargs)
@@ -127,6 +133,14 @@ class Executor:
             self._fail(error, frame.number)
         finally:
             self.running = 0
+            if self.recorder is not None:
+                self.calls.append((frame.number, start, time.perf_counter()))
+
+    def record_by(self, recorder: Recorder | None) -> None:
+        """Record from here on; None ends that."""
+        self.recorder, self.calls = recorder, []
+        if self._world is not None:
+            self._world.recorder = recorder
 
     def _fail(self, error: BaseException, number: int) -> None:
         self.failure = self.failure or describe(error, self.worker, number)

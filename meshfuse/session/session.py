@@ -25,6 +25,7 @@ from .distributed import Placed
 from .dref import DRef
 from .handshake import TOKEN, token_of
 from .nodes import Nodes
+from .profile import Profile
 from .remote_module import RemoteModule, load_module
 from .rpc import start as rpc_start
 
@@ -159,6 +160,15 @@ class Session(Controller):
         limit = self.timeout if timeout is None else timeout
         self._call(rpc_start.join, (secrets.token_hex(32), limit, self._rpc_groups), {}, "init_rpc")
         self.sync()
+
+    def profile(self, path: str | os.PathLike[str] = "session.json") -> Profile:
+        """A context in which the controller's and the workers' times are recorded; then a file for Perfetto is written.
+
+        It has a row of calls for each worker, with rows of kernels, communications and waits of the definitions and
+        models that it runs, and what the controller issues and waits for. On a GPU kernels have the times of their
+        launches. Clocks of several hosts are compared at the beginning.
+        """
+        return Profile(self, path)
 
     # Distributed tensors and definitions
 

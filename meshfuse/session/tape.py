@@ -118,7 +118,7 @@ def _is_root(value: Any) -> bool:
 def _accumulate(
     tape: Tape, kept: set[int], arrived: dict[int, torch.Tensor], tensors: list[torch.Tensor], grads: Iterable[Any]
 ) -> None:
-    """Go from tensors to the leaves of this worker's graph: into the tape, or to the collectives that they came from."""
+    """Go from tensors to the leaves of this worker's graph, which the tape has, or collectives gave."""
     leaves = list(leaves_of(tensors))
     if not leaves:
         return

@@ -19,6 +19,10 @@ def own_leaf(*shape: int) -> torch.Tensor:
     return leaf(*shape, seed=di.worker_id())
 
 
+def own_zeros() -> torch.Tensor:
+    return torch.zeros(2 + di.worker_id() % 2, dtype=torch.float64)
+
+
 # By name: the collective of a session, of x on each worker, and what it gives each worker, by all x.
 COLLECTIVES = {
     "allreduce": (lambda s, x: s.allreduce(x), lambda xs: [sum(xs)] * 4),
@@ -29,7 +33,7 @@ COLLECTIVES = {
     "allgather": (lambda s, x: s.allgather(x, in_group=False), lambda xs: [torch.cat(xs)] * 4),
     "broadcast": (lambda s, x: s.broadcast_from_worker0(x, in_group=False), lambda xs: [xs[0]] * 4),
     "scatter": (
-        lambda s, x: s.scatter_from_worker0(x, s.call(lambda: torch.zeros(2 + di.worker_id() % 2, dtype=torch.float64))),
+        lambda s, x: s.scatter_from_worker0(x, s.call(own_zeros)),
         lambda xs: [xs[w - w % 2].reshape(-1)[0 if w % 2 == 0 else 2 :][: 2 + w % 2] for w in range(4)],
     ),
     "gather": (
