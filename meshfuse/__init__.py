@@ -44,6 +44,7 @@ _HOME = {
     "compile": "frontends.compiled_function",
     "parallelize": "frontends.parallel_module",
     "Precision": "frontends.precision",
+    "Cluster": "cluster",
     "save": "checkpoint",
     "load": "checkpoint",
 }
@@ -52,6 +53,7 @@ _MODULES = ("costs", "nvfuser_direct", "session", "testing", "thunder")
 __all__ = [
     "ArgumentError",
     "CheckpointError",
+    "Cluster",
     "DataType",
     "DefinitionError",
     "DeviceMesh",
@@ -92,6 +94,7 @@ if TYPE_CHECKING:
     from . import testing as testing
     from . import thunder as thunder
     from .checkpoint import load, save
+    from .cluster import Cluster
     from .costs import Link, Machine
     from .definition.tensor_view import TensorView, Val
     from .dtypes import DataType

@@ -18,8 +18,9 @@ ORDER = (
     "plans", "rewrites", "resharding", "propagation", "planner", "placement", "reshard",
     "graph", "definition", "scalars", "ops",
     "runtime", "sharding", "kernels",
-    "mesh", "mesh_arguments", "default_machine", "costs", "dtypes", "argument_checks", "disk_cache", "errors",
-    "gc_pause", "caches", "fast_dataclass", "file_locks", "number_text", "traversal", "version", "whole_files",
+    "cluster", "mesh", "mesh_arguments", "default_machine", "costs", "dtypes", "argument_checks", "disk_cache",
+    "errors", "gc_pause", "caches", "fast_dataclass", "file_locks", "number_text", "traversal", "version",
+    "whole_files",
 )  # fmt: skip
 # Imports that point up, by module. One that is mended must be taken out here.
 UPWARD = {

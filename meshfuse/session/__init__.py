@@ -11,6 +11,7 @@ from typing import Any
 
 from . import autograd, optim, rpc
 from .builtin import group_id, num_workers, worker_id
+from .client import Client, connect
 from .dref import DRef
 from .errors import ConnectionRefused, Released, SessionError, WorkerError, WorkerLost, WorkerTimeout
 from .registry import register_global_func
@@ -19,10 +20,10 @@ from .remote_module import RemoteModule, RemoteOptimizer
 from .session import ProcessSession, RemoteDefinition, Session, SocketSession, ThreadedSession
 
 __all__ = [
-    "ConnectionRefused", "DRef", "ProcessSession", "Released", "RemoteDefinition", "RemoteModule",
+    "Client", "ConnectionRefused", "DRef", "ProcessSession", "Released", "RemoteDefinition", "RemoteModule",
     "RemoteOptimizer", "Session", "SessionError", "SocketSession", "ThreadedSession", "WorkerError", "WorkerLost",
-    "WorkerTimeout", "autograd", "group_id", "num_workers", "optim", "register_func", "register_global_func", "rpc",
-    "worker_id",
+    "WorkerTimeout", "autograd", "connect", "group_id", "num_workers", "optim", "register_func",
+    "register_global_func", "rpc", "worker_id",
 ]  # fmt: skip
 
 

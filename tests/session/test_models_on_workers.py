@@ -59,6 +59,7 @@ def test_a_model_trains_on_processes(processes: di.Session) -> None:
     check_training(processes)
 
 
+@pytest.mark.slow
 def test_a_model_trains_on_hosts(processes: di.Session) -> None:
     """Models of two sessions, whose workers 0 are in this process, which has one default group."""
     first = processes.load_module(make_net, MESH, PLAN, inputs=INPUTS)
