@@ -160,8 +160,9 @@ class _Reader:
         if told is None or (isinstance(told, str) and told in MACHINES):
             return None if told is None else MACHINES[told]
         try:
-            links = [Link(*told[name]) for name in ("inside", "between")]
-            return Machine(*links, 1, **{name: told[name] for name in ("flops", "memory") if name in told})
+            given = dict(told)
+            links = {name: Link(*given.pop(name)) for name in ("inside", "between")}
+            return Machine(**links, host=1, **given)
         except (KeyError, TypeError, ValueError):
             needed = f"one of {', '.join(MACHINES)}, or inside, between, flops and memory"
             raise self._wrong(f"machine {shown(told)}", needed) from None

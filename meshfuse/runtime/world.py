@@ -117,6 +117,11 @@ class World:
         return cls._current
 
     @classmethod
+    def stand_alone(cls) -> None:
+        """Let this process be no rank of its launcher's job, whose ranks serve something else."""
+        cls._current = World(Environment("a session's controller"), time_limit())
+
+    @classmethod
     def enter_by(cls, enter: Callable[[], World] | None) -> None:
         """Let this thread be a rank of its own, in the world that `enter` gives; None ends that."""
         cls._of_thread.enter = enter

@@ -18,11 +18,12 @@ from .registry import register_global_func
 from .registry import register_global_func as register_func
 from .remote_module import RemoteModule, RemoteOptimizer
 from .session import ProcessSession, RemoteDefinition, Session, SocketSession, ThreadedSession
+from .torchrun import LaunchedSession
 
 __all__ = [
-    "Client", "ConnectionRefused", "DRef", "ProcessSession", "Released", "RemoteDefinition", "RemoteModule",
-    "RemoteOptimizer", "Session", "SessionError", "SocketSession", "ThreadedSession", "WorkerError", "WorkerLost",
-    "WorkerTimeout", "autograd", "connect", "group_id", "num_workers", "optim", "register_func",
+    "Client", "ConnectionRefused", "DRef", "LaunchedSession", "ProcessSession", "Released", "RemoteDefinition",
+    "RemoteModule", "RemoteOptimizer", "Session", "SessionError", "SocketSession", "ThreadedSession", "WorkerError",
+    "WorkerLost", "WorkerTimeout", "autograd", "connect", "group_id", "num_workers", "optim", "register_func",
     "register_global_func", "rpc", "worker_id",
 ]  # fmt: skip
 

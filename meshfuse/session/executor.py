@@ -171,7 +171,11 @@ def _readable(value: Any) -> Any:
     """A value as other processes can read it: of DTensors this worker's shards."""
     if type(value) in (torch.Tensor, int, float, str):
         return value
-    return pytree.tree_map_only(torch.Tensor, lambda t: settled(t.to_local()).detach() if is_dtensor(t) else t, value)
+    return pytree.tree_map_only(torch.Tensor, _own_part, value)
+
+
+def _own_part(tensor: Any) -> torch.Tensor:
+    return settled(tensor.to_local()).detach() if is_dtensor(tensor) else tensor
 
 
 def current() -> Executor:

@@ -6,7 +6,7 @@ import platform
 import queue
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import caller_line
@@ -75,12 +75,16 @@ class Node:
 class Nodes:
     """All other hosts. Waits until they have connected; raises SessionError where they do not."""
 
-    def __init__(self, count: int, per_node: int, host: str, port: int, token: str, is_new_token: bool):
+    def __init__(
+        self, count: int, per_node: int, host: str, port: int, token: str, is_new_token: bool,
+        announce: Callable[[str, int], None] = lambda host, port: None,
+    ):  # fmt: skip
         self.per_node, self.nodes = per_node, []
         self._arrived: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._workers: queue.SimpleQueue[tuple[str, int, Connection]] = queue.SimpleQueue()
         self._listener = Listener(host, port, token, self._welcome)
         self.host, self.port = self._listener.host, self._listener.port
+        announce(self.host, self.port)
         if count and is_new_token:
             say = f"MESHFUSE_TOKEN={token} python -m meshfuse.session.remote {self.host} {self.port} {per_node}"
             print(f"meshfuse: waiting for {count} host{'s' if count > 1 else ''}: {say}", file=sys.stderr, flush=True)

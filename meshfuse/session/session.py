@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -318,14 +318,14 @@ class SocketSession(Session):
 
     def __init__(
         self, num_nodes: int, num_workers_per_node: int, num_groups: int = 1, host: str = "127.0.0.1", port: int = 0,
-        token: str | None = None, timeout: float = DEFAULT_TIMEOUT,
+        token: str | None = None, timeout: float = DEFAULT_TIMEOUT, make_nodes: Callable[[], Nodes] | None = None,
     ):  # fmt: skip
         count = (as_int(num_nodes) or 0) * (as_int(num_workers_per_node) or 0)
         is_new = token is None and not os.environ.get(TOKEN)
         self._nodes: Nodes | None = None
-        self._make_nodes = lambda: Nodes(
-            num_nodes - 1, num_workers_per_node, host, port, token_of(token), is_new
-        )  # fmt: skip
+        self._make_nodes = make_nodes or (
+            lambda: Nodes(num_nodes - 1, num_workers_per_node, host, port, token_of(token), is_new)
+        )
         super().__init__(count, num_groups, timeout)
 
     @property

@@ -239,7 +239,7 @@ def whole_state(module: nn.Module) -> dict[str, torch.Tensor] | None:
     """All weights and buffers by name, whole, on worker 0; the others help."""
     found: dict[str, torch.Tensor] = {}
     for name, value in module.state_dict().items():
-        whole = value.full_tensor() if is_dtensor(value) else value  # type: ignore[attr-defined]
+        whole = value.full_tensor() if is_dtensor(value) else value
         if current().worker == 0:
             found[name] = whole.detach().cpu()
     return found if current().worker == 0 else None
