@@ -14,6 +14,7 @@ from .builtin import group_id, num_workers, worker_id
 from .client import Client, connect
 from .dref import DRef
 from .errors import ConnectionRefused, Released, SessionError, WorkerError, WorkerLost, WorkerTimeout
+from .ray_engine import RaySession
 from .registry import register_global_func
 from .registry import register_global_func as register_func
 from .remote_module import RemoteModule, RemoteOptimizer
@@ -21,10 +22,10 @@ from .session import ProcessSession, RemoteDefinition, Session, SocketSession, T
 from .torchrun import LaunchedSession
 
 __all__ = [
-    "Client", "ConnectionRefused", "DRef", "LaunchedSession", "ProcessSession", "Released", "RemoteDefinition",
-    "RemoteModule", "RemoteOptimizer", "Session", "SessionError", "SocketSession", "ThreadedSession", "WorkerError",
-    "WorkerLost", "WorkerTimeout", "autograd", "connect", "group_id", "num_workers", "optim", "register_func",
-    "register_global_func", "rpc", "worker_id",
+    "Client", "ConnectionRefused", "DRef", "LaunchedSession", "ProcessSession", "RaySession", "Released",
+    "RemoteDefinition", "RemoteModule", "RemoteOptimizer", "Session", "SessionError", "SocketSession",
+    "ThreadedSession", "WorkerError", "WorkerLost", "WorkerTimeout", "autograd", "connect", "group_id",
+    "num_workers", "optim", "register_func", "register_global_func", "rpc", "worker_id",
 ]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from .worker_main import WorkerSpec
 # Roles of connections; kinds of frames between a node and the controller.
 NODE, COMMANDS, CONTROL = "node", "commands", "control"
 START, ENDED, OUTPUT = 50, 51, 52
+_LOOK = 0.5  # Seconds between two looks whether a host that has not come still can.
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +78,9 @@ class Nodes:
 
     def __init__(
         self, count: int, per_node: int, host: str, port: int, token: str, is_new_token: bool,
-        announce: Callable[[str, int], None] = lambda host, port: None,
+        announce: Callable[[str, int], None] = lambda host, port: None, check: Callable[[], None] = lambda: None,
     ):  # fmt: skip
+        self._check = check  # Raises where a host will never come.
         self.per_node, self.nodes = per_node, []
         self._arrived: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._workers: queue.SimpleQueue[tuple[str, int, Connection]] = queue.SimpleQueue()
@@ -98,8 +100,11 @@ class Nodes:
         deadline = time.monotonic() + START_LIMIT
         while len(self.nodes) < count:
             try:
-                self.nodes.append(Node(self._arrived.get(timeout=max(0.0, deadline - time.monotonic()))))
+                self._check()
+                self.nodes.append(Node(self._arrived.get(timeout=min(_LOOK, max(0.0, deadline - time.monotonic())))))
             except queue.Empty:
+                if time.monotonic() < deadline:
+                    continue
                 raise SessionError(
                     f"hosts of the session did not connect: found {len(self.nodes)} within {START_LIMIT:g} s, needed "
                     f"{count}. Start `python -m meshfuse.session.remote {self.host} {self.port} {self.per_node}` there",
