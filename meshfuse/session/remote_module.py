@@ -257,11 +257,19 @@ def hold(session: Controller) -> None:
     before = _holder[0]() if _holder else None
     if before is session:
         return
-    if before is not None:
-        with contextlib.suppress(SessionError):
-            before.call(torch_group.leave)
-            before.sync()
     _holder[:] = [weakref.ref(session)]
+    if before is not None:
+        with contextlib.suppress(SessionError):  # It has ended.
+            _let_go(before)
+
+
+def _let_go(session: Controller) -> None:
+    """Have a session's workers leave torch's group. Raises what its calls before have raised, once they have."""
+    try:
+        session.sync()
+    finally:
+        session.call(torch_group.leave)
+        session.sync()
 
 
 def _key(leaf: Any) -> Any:
