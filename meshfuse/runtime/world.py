@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, ClassVar, Protocol
 
@@ -125,6 +125,21 @@ class World:
     def enter_by(cls, enter: Callable[[], World] | None) -> None:
         """Let this thread be a rank of its own, in the world that `enter` gives; None ends that."""
         cls._of_thread.enter = enter
+
+    @classmethod
+    def entry(cls) -> Callable[[], World] | None:
+        """What gives this thread its world, for `entered_by` in a thread that works for it."""
+        return cls._of_thread.enter
+
+    @classmethod
+    @contextlib.contextmanager
+    def entered_by(cls, enter: Callable[[], World] | None) -> Iterator[None]:
+        """A context in which this thread is the rank that another one is: autograd has threads of its own for GPUs."""
+        before, cls._of_thread.enter = cls._of_thread.enter, enter
+        try:
+            yield
+        finally:
+            cls._of_thread.enter = before
 
     @classmethod
     def joined(cls) -> World | None:
