@@ -47,7 +47,7 @@ class ServedObject:
         weakref.finalize(self, client._freed.append, handle.number).atexit = False
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):  # Notebooks ask for some.
             raise AttributeError(name)
         return lambda *args, **kwargs: self._client._request(self._handle.number, name, args, kwargs)
 

@@ -262,10 +262,10 @@ class Server:
         with torch.set_grad_enabled(records):
             result = getattr(target, method)(*args, **kwargs)
         self.session.sync()  # An error must not come at another client's next call.
-        return None if result is target else result
+        return result
 
     def _start_anew(self) -> None:
-        for state in self._clients.values():
+        for state in list(self._clients.values()):
             state.objects = {0: state}
         self.session.restart()
 

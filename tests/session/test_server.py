@@ -108,6 +108,7 @@ def test_a_model_trains_on_the_server(server: serving.Server, tmp_path: Path) ->
         for model in models:
             for name, value in model.state_dict().items():
                 torch.testing.assert_close(value, plain.state_dict()[name], msg=name)
+        assert repr(models[1].eval()) == repr(models[1])
         models[1].init_weights(3)
         models[1].restore(str(tmp_path / "model"))
         with torch.no_grad():
