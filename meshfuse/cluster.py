@@ -157,10 +157,11 @@ class _Reader:
         return tuple(n for n in found if n is not None)
 
     def _machine(self, told: Any) -> Machine | None:
-        if told is None or (isinstance(told, str) and told in MACHINES):
-            return None if told is None else MACHINES[told]
+        named = MACHINES.get(told) if isinstance(told, str) else None
+        if told is None or named is not None:
+            return named
         try:
-            given = dict(told)
+            given: dict[str, Any] = dict(told) if isinstance(told, Mapping) else {}
             links = {name: Link(*given.pop(name)) for name in ("inside", "between")}
             return Machine(**links, host=1, **given)
         except (KeyError, TypeError, ValueError):
