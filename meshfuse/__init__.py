@@ -48,6 +48,7 @@ _HOME = {
     "Pipeline": "frontends.pipeline.options",
     "Precision": "frontends.precision",
     "visualize": "report.visualize",
+    "Cluster": "cluster",
     "save": "checkpoint",
     "load": "checkpoint",
 }
@@ -57,6 +58,7 @@ __all__ = [
     "FSDP",
     "ArgumentError",
     "CheckpointError",
+    "Cluster",
     "DataType",
     "DefinitionError",
     "DeviceMesh",
@@ -100,6 +102,7 @@ if TYPE_CHECKING:
     from . import testing as testing
     from . import thunder as thunder
     from .checkpoint import load, save
+    from .cluster import Cluster
     from .costs import Link, Machine
     from .definition.tensor_view import TensorView, Val
     from .dtypes import DataType

@@ -39,6 +39,8 @@ _OWN_FRAMES = (os.path.abspath(__file__), runpy.__file__, "<frozen runpy>")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (by default sys.argv's); returns the exit code. Wrong usage raises SystemExit."""
     own, script_args = _parts(list(sys.argv[1:] if argv is None else argv))
+    if own and own[0].endswith(".json"):
+        own = ["serve", *own]
     parser = _parser()
     args, unknown = parser.parse_known_args(own)
     if unknown:
@@ -105,6 +107,11 @@ def _parser() -> argparse.ArgumentParser:
     ops.add_argument("name", metavar="NAME", nargs="?", help="one op; a line for each without")
     ops.set_defaults(command=_ops)
     _doctor_command(commands)
+    serve = commands.add_parser("serve", help="serve programs of clients on a cluster's workers")
+    serve.add_argument("cluster", metavar="CLUSTER.json", help="the machines, as mf.Cluster.load reads them")
+    serve.add_argument("--node", type=int, help="which of its machines this is (0: the controller's); by its address")
+    serve.add_argument("--timeout", type=launcher.seconds, default=60.0, help="seconds that a call may take (60)")
+    serve.set_defaults(command=_serve)
     return parser
 
 
@@ -156,6 +163,10 @@ def _doctor(args: argparse.Namespace) -> int:
         return importlib.import_module("meshfuse.runtime.link_probe").main(words)
     ranks = 4 if args.ranks is None else args.ranks
     return launcher.run(ranks, ["-m", "meshfuse.runtime.link_probe", *words], timeout=args.limit + _STARTING)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    return importlib.import_module("meshfuse.session.server").main(args.cluster, args.node, args.timeout)
 
 
 def _ops(args: argparse.Namespace) -> int:

@@ -85,6 +85,10 @@ class Execution:
         self.bound, self.simulated, self.steps = other.bound, other.simulated, other.steps
         self.programs.compiled = other.programs.compiled
 
+    def leave_ranks(self) -> None:
+        """Forget what was bound to this rank's groups. Programs stay planned and compiled."""
+        self.bound, self._guards = {}, ArgumentGuards[RankProgram]()
+
     def execute(self, inputs: Sequence[Any], options: Options) -> list[Any]:
         """The outputs of this rank, from its shards of the inputs."""
         program, outputs, specs, step = None, None, None, self.steps["ranks"]

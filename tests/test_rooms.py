@@ -11,15 +11,15 @@ import meshfuse
 PACKAGE = Path(meshfuse.__file__).parent
 # Packages and root modules, from the top down: each imports only what stands behind it here.
 ORDER = (
-    "__main__", "cli", "__init__", "testing", "thunder", "frontends", "nvfuser_direct", "session",
+    "__main__", "cli", "__init__", "testing", "thunder", "session", "frontends", "nvfuser_direct",
     "fusion_definition", "preparation", "recorded_calls", "execution", "programs", "automatic_plan",
     "report", "checkpoint", "executor", "compiler",
     "backends", "host_ir", "lowering",
     "plans", "rewrites", "resharding", "propagation", "planner", "placement", "reshard",
     "graph", "definition", "scalars", "ops",
     "runtime", "sharding", "kernels",
-    "mesh", "mesh_arguments", "default_machine", "costs", "dtypes", "argument_checks", "disk_cache", "errors",
-    "gc_pause", "caches", "fast_dataclass", "file_locks", "html_text", "number_text", "traversal", "version",
+    "cluster", "mesh", "mesh_arguments", "default_machine", "costs", "dtypes", "argument_checks", "disk_cache",
+    "errors", "gc_pause", "caches", "fast_dataclass", "file_locks", "html_text", "number_text", "traversal", "version",
     "whole_files",
 )  # fmt: skip
 # Imports that point up, by module. One that is mended must be taken out here.

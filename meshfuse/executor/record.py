@@ -27,23 +27,14 @@ VARIABLE = "MESHFUSE_TRACE"
 
 
 class Recorder:
-    """The spans of one rank, written to a file when the process ends."""
+    """The spans of one rank, by its clock. begin: the moment that is 0."""
 
-    def __init__(self, rank: int, folder: str):
+    def __init__(self, begin: float = 0.0):
         self.spans: list[Span] = []
-        self.begin = time.perf_counter()
-        self._rank, self._path = rank, os.path.join(folder, f"rank{rank}.json")
-        atexit.register(self._write)
-
-    def _write(self) -> None:
-        """Write the file at the rank's end, where an error would not change anything any more."""
-        try:
-            write_trace(self._path, self._rank, self.spans)
-        except DefinitionError as error:
-            print(f"rank {self._rank}: {error}", file=sys.stderr)
+        self.begin = begin
 
     def now(self) -> float:
-        """Seconds since the recorder was made."""
+        """Seconds since `begin`."""
         return time.perf_counter() - self.begin
 
     def add(self, kind: SpanKind, name: str, start: float) -> None:
@@ -63,6 +54,31 @@ class Recorder:
                 scope[name] = _RecordedGroup(self, scope[name], names)
 
 
+def unwatch(scope: dict[str, Any]) -> None:
+    """Put a bound program's own kernels and groups back."""
+    for name, value in list(scope.items()):
+        if isinstance(value, _RecordedKernel):
+            scope[name] = value.function
+        elif isinstance(value, _RecordedGroup):
+            scope[name] = value.group
+
+
+class _FileRecorder(Recorder):
+    """Its spans are written to a file when the process ends."""
+
+    def __init__(self, rank: int, folder: str):
+        super().__init__(time.perf_counter())
+        self._rank, self._path = rank, os.path.join(folder, f"rank{rank}.json")
+        atexit.register(self._write)
+
+    def _write(self) -> None:
+        """Write the file at the rank's end, where an error would not change anything any more."""
+        try:
+            write_trace(self._path, self._rank, self.spans)
+        except DefinitionError as error:
+            print(f"rank {self._rank}: {error}", file=sys.stderr)
+
+
 @functools.cache
 def recorder(rank: int) -> Recorder | None:
     """This process's recorder; None where no trace was asked for."""
@@ -74,7 +90,7 @@ def recorder(rank: int) -> Recorder | None:
     except OSError as error:
         raise user_error(VARIABLE, f"{folder!r} ({error.strerror})", "a folder that can be written to",
                          "Unset it, or name another.", caller_line(), ArgumentError) from None  # fmt: skip
-    return Recorder(rank, folder)
+    return _FileRecorder(rank, folder)
 
 
 class _RecordedKernel:

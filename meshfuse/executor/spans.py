@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -116,6 +116,14 @@ def write_trace(path: str, rank: int, spans: Sequence[Span]) -> None:
         *({"ph": "X", "pid": rank, "tid": KINDS.index(s.kind), "cat": s.kind, "name": s.name,
            "ts": s.start * 1e6, "dur": s.seconds * 1e6} for s in spans),
     ]  # fmt: skip
+    write_events(path, events)
+
+
+def write_events(path: str, events: Sequence[Mapping[str, object]]) -> None:
+    """Write events in Chrome's trace event format, whole or not at all.
+
+    Raises DefinitionError where the file cannot be written.
+    """
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())

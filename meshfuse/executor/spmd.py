@@ -28,7 +28,7 @@ from .bind import bind_program, communication_of, instruction_at, instruction_of
 from .graphs import Main
 from .kernel_errors import kernel_errors
 from .modes import modes_are_on, without_modes
-from .record import recorder
+from .record import Recorder, recorder, unwatch
 from .segments import Segments
 
 if TYPE_CHECKING:
@@ -163,7 +163,8 @@ class RankProgram:
         labels = group_labels(program)
         bound = bind_program(program, lambda ranks: self.world.group(ranks, labels[ranks]), self.device)
         segments = Segments(bound, program, compiled.segmented, self.device, self._backend)
-        self._recorder = recorder(self.world.rank)
+        self._recorder: Recorder | None = None
+        self.world.recorder = self.world.recorder or recorder(self.world.rank)
         run = bound.main
         if self._capture is not None:
             # What no graph can do is refused here, also where segments are compiled before the capture.
@@ -216,6 +217,9 @@ class RankProgram:
                     self._compile(arguments, seed, offset)
                 finally:
                     self._compiling.release()
+            if self._recorder is not self.world.recorder:
+                unwatch(self.bound.scope)
+                self._recorder = self.world.recorder
             if self._recorder is not None:
                 self._recorder.watch(self.bound.scope, self.program)
             self._phase = _Phase.RUNNING

@@ -10,6 +10,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..executor.dtensor import is_dtensor, settled
+from ..runtime.world import World
+from ..sharding.value import Sharding
 from .calls import Call
 from .capture import Captured, Source
 from .joint import Half, Step
@@ -79,6 +81,13 @@ class Runner:
     def _shown(self, place: int, local: torch.Tensor) -> torch.Tensor:
         wrap = self._wraps[place]
         return local if wrap is None else wrap.wrapped(local, self._shape(place))
+
+    def placed_result(self, place: int) -> tuple[Sharding, tuple[int, ...]] | None:
+        """How a result lies on the ranks, by its place among the results' leaves, and its global shape."""
+        for i, source in enumerate(self._results):
+            if source.place == place:
+                return self.step.results[i], self._shape(i)
+        return None
 
     def _shape(self, place: int) -> tuple[int, ...]:
         graph = self.step.forward.fd.latest().graph
@@ -164,7 +173,7 @@ class _Function(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         kept = runner.kept(values)
         results, saved, ctx.seed = runner.forward(values)
-        ctx.runner, ctx.count = runner, len(kept)
+        ctx.runner, ctx.count, ctx.entry = runner, len(kept), World.entry()
         ctx.save_for_backward(*kept, *saved, *(values if runner.full is not None else ()))
         ctx.saved_count = len(saved)
         ctx.mark_non_differentiable(*[r for r in results if not r.is_floating_point()])
@@ -175,9 +184,10 @@ class _Function(torch.autograd.Function):
         runner, tensors = ctx.runner, ctx.saved_tensors
         kept, rest = tensors[: ctx.count], tensors[ctx.count :]
         saved, values = rest[: ctx.saved_count], rest[ctx.saved_count :]
-        if not runner.unexpected(tangents):
-            return None, *runner.backward(kept, saved, tangents)
-        return None, *_again(runner, values, ctx.seed, tangents)
+        with World.entered_by(ctx.entry):
+            if not runner.unexpected(tangents):
+                return None, *runner.backward(kept, saved, tangents)
+            return None, *_again(runner, values, ctx.seed, tangents)
 
 
 def _again(runner: Runner, values: Sequence[Any], seed: int | None, tangents: Sequence[Any]) -> list[Any]:

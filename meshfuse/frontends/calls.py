@@ -183,11 +183,16 @@ def _ranks(layout: Any) -> int:
     return found
 
 
+def names_of_leaves(parameters: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """What each leaf of a call's arguments is called: the argument's name, and the path in it."""
+    paths, _ = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+    return [_name(parameters, path) for path, _ in paths]
+
+
 def _names(parameters: Sequence[str], call: Call) -> list[str]:
-    """What each leaf is called: the argument's name, and the path in it."""
+    """What each leaf is called, and the tensors of caches behind them."""
     count = call.tree.num_leaves
-    paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(call.leaves[:count], call.tree))
-    names = [_name(parameters, path) for path, _ in paths]
+    names = names_of_leaves(parameters, *pytree.tree_unflatten(call.leaves[:count], call.tree))
     for cached in call.caches:
         parts = ("keys", "values", "length")
         names += [f"{names[cached.place]}.{layer}.{part}" for layer in range(cached.layers) for part in parts]

@@ -15,14 +15,15 @@ class GeneratorDraws:
     All ranks must draw alike, which they do that were seeded alike: draws 1, 2, 4, 8, ... are compared.
 
     ranks: those that must; without any, all of the job.
+    generator: one of torch's to draw from; None for its default one.
     """
 
-    def __init__(self, ranks: tuple[int, ...] = ()) -> None:
-        self._count, self._ranks = 0, ranks
+    def __init__(self, ranks: tuple[int, ...] = (), generator: torch.Generator | None = None) -> None:
+        self._count, self._ranks, self.generator = 0, ranks, generator
 
     def __call__(self) -> int:
         """The next seed. Raises RankError where ranks drew different ones."""
-        seed = int(torch.randint(_SEEDS, ()).item())
+        seed = int(torch.randint(_SEEDS, (), generator=self.generator).item())
         self._count += 1
         world = World.current()
         if world.size > 1 and self._count & (self._count - 1) == 0:

@@ -40,7 +40,7 @@ from .pipeline.options import Pipeline
 from .pipeline.orders import named
 from .pipeline.schedule import Schedule
 from .pipeline.with_loss import TARGET
-from .placing import Place, Places, check_same_weights, check_world, place_mesh_of, place_parameters
+from .placing import Place, Places, check_same_weights, check_world, connect_again, place_mesh_of, place_parameters
 from .plans import ModulePlan, Spec, checked_specs, module_plan
 from .precision import Precision
 
@@ -131,6 +131,24 @@ def _stepper(module: nn.Module, state: State, assignment: Assignment, elsewhere:
         module, assignment, options, state.plan, state.places, state.parameters, elsewhere,
         functools.partial(as_plain, module), state.draws,
     )  # fmt: skip
+
+
+def rejoin(module: nn.Module) -> None:
+    """Let a parallel module, its parameters and their gradients use the groups of this thread's world from here on.
+
+    Those of before are gone, as in a session whose workers go on after an error. All ranks call this.
+    """
+    state: State = getattr(module, STATE)
+    connect_again(state.places)
+    for runner in state.runners.values():
+        for half in runner.step.halves:
+            half.fd.leave_ranks()
+
+
+def seed_draws(module: nn.Module, generator: torch.Generator) -> None:
+    """Let a parallel module's random numbers follow this generator, which ranks must have seeded alike."""
+    state: State = getattr(module, STATE)
+    state.draws.generator = generator
 
 
 def _tensor_ranks(plan: ModulePlan) -> int:

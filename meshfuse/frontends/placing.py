@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..executor.dtensor import placements_of
 from ..executor.spmd import sum_of_bits
 from ..host_ir import digest_of
 from ..mesh import DeviceMesh
+from ..runtime.environment import interface_of
 from ..runtime.world import World
 from ..sharding.data import shard
 from ..sharding.value import Sharding
@@ -131,14 +133,31 @@ def torch_mesh_of(mesh: DeviceMesh, device: torch.device) -> Any:
     """torch's mesh of the same ranks; torch's default process group is made if there is none."""
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-    world = World.current()
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = dist.PrefixStore("meshfuse.dtensor", world.store)
-        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
+        join_default_group(World.current(), device, None)
     ranks = torch.tensor(mesh.ranks).reshape(mesh.shape)
     return TorchMesh(device.type, ranks, mesh_dim_names=mesh.names)
+
+
+def join_default_group(world: World, device: torch.device, seconds: float | None, times: int = 0) -> None:
+    """Make torch's default process group of the world's ranks, after it was made and left so many times.
+
+    seconds: the limit of its waits; None for torch's own.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if world.place.one_host:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    elif name := interface_of(world.place.own_address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    store = dist.PrefixStore(f"meshfuse.dtensor/{times}", world.store)
+    limit = None if seconds is None else timedelta(seconds=seconds)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
+
+
+def connect_again(places: Places) -> None:
+    """Let torch's mesh, and all DTensors on it, use the groups of this thread's world; the old ones are gone."""
+    if places.torch_mesh is not None:
+        places.torch_mesh.__dict__.update(torch_mesh_of(places.plan.mesh, places.device).__dict__)
 
 
 def check_world(mesh: DeviceMesh, line: SourceLine, who: str = "parallelize") -> None:

@@ -32,6 +32,10 @@ class TracedDefinition(FusionDefinition):
         self._seed = self._execution.seed.given = seed
         self._execution.steps["simulated"] = 0
 
+    def leave_ranks(self) -> None:
+        """Forget the groups that its programs were bound to; the next run binds them to those of its thread's world."""
+        self._execution.leave_ranks()
+
     def new_input(self, shape: Sequence[int], dtype: Any, line: SourceLine) -> TensorView:
         """A new input tensor of this line, which may have a name."""
         ref = inputs.define_tensor(self.recording, list(shape), None, dtype, None, None, False, line)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
+import socket
+import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +22,7 @@ TORCHRUN = "torchrun"
 
 
 _MOST_RANKS = 1 << 20
+_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,3 +205,15 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
             "Start the script with `meshfuse run --ranks N`, or unset RANK and WORLD_SIZE for one process.",
             cls=ArgumentError,
         ) from None
+
+
+def interface_of(address: str) -> str:
+    """The network interface of this machine that has an IPv4 address; "" where none has (Linux)."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        wanted = socket.inet_aton(address)
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                found = fcntl.ioctl(probe, _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()[:15]))
+                if found[20:24] == wanted:
+                    return name
+    return ""

@@ -9,9 +9,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch.distributed as dist
 
@@ -75,6 +75,8 @@ class World:
 
     _current: ClassVar[World | None] = None
     _of_thread: ClassVar[_OfThread] = _OfThread()
+    # Whether torch's default group is of a thread that is a rank of its own, and not of this process.
+    default_group_is_a_threads: ClassVar[bool] = False
 
     def __init__(self, place: Environment, limit: float):
         self.place, self.limit = place, limit
@@ -82,6 +84,7 @@ class World:
         self.local_rank, self.local_size = place.local_rank, place.local_size
         self.waiting: Work | None = None
         self.activity: Activity | None = None
+        self.recorder: Any = None  # What records its programs' kernels and communications.
         self._gone: set[int] = set()
         self._process = os.getpid()
         self._groups: dict[tuple[int, ...], Group] = {}
@@ -114,9 +117,29 @@ class World:
         return cls._current
 
     @classmethod
+    def stand_alone(cls) -> None:
+        """Let this process be no rank of its launcher's job, whose ranks serve something else."""
+        cls._current = World(Environment("a session's controller"), time_limit())
+
+    @classmethod
     def enter_by(cls, enter: Callable[[], World] | None) -> None:
         """Let this thread be a rank of its own, in the world that `enter` gives; None ends that."""
         cls._of_thread.enter = enter
+
+    @classmethod
+    def entry(cls) -> Callable[[], World] | None:
+        """What gives this thread its world, for `entered_by` in a thread that works for it."""
+        return cls._of_thread.enter
+
+    @classmethod
+    @contextlib.contextmanager
+    def entered_by(cls, enter: Callable[[], World] | None) -> Iterator[None]:
+        """A context in which this thread is the rank that another one is: autograd has threads of its own for GPUs."""
+        before, cls._of_thread.enter = cls._of_thread.enter, enter
+        try:
+            yield
+        finally:
+            cls._of_thread.enter = before
 
     @classmethod
     def joined(cls) -> World | None:
@@ -397,7 +420,8 @@ def _place() -> Environment:
 
 
 def _in_default_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    """Whether the script is a rank by torch's default group; that of a session belongs to one of its threads."""
+    return dist.is_available() and dist.is_initialized() and not World.default_group_is_a_threads
 
 
 def _default_group_place() -> Environment:

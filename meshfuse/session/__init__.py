@@ -11,15 +11,20 @@ from typing import Any
 
 from . import autograd, optim, rpc
 from .builtin import group_id, num_workers, worker_id
+from .client import Client, connect
 from .dref import DRef
 from .errors import ConnectionRefused, Released, SessionError, WorkerError, WorkerLost, WorkerTimeout
+from .ray_engine import RaySession
 from .registry import register_global_func
 from .registry import register_global_func as register_func
+from .remote_module import RemoteModule, RemoteOptimizer
 from .session import ProcessSession, RemoteDefinition, Session, SocketSession, ThreadedSession
+from .torchrun import LaunchedSession
 
 __all__ = [
-    "ConnectionRefused", "DRef", "ProcessSession", "Released", "RemoteDefinition", "Session", "SessionError",
-    "SocketSession", "ThreadedSession", "WorkerError", "WorkerLost", "WorkerTimeout", "autograd", "group_id",
+    "Client", "ConnectionRefused", "DRef", "LaunchedSession", "ProcessSession", "RaySession", "Released",
+    "RemoteDefinition", "RemoteModule", "RemoteOptimizer", "Session", "SessionError", "SocketSession",
+    "ThreadedSession", "WorkerError", "WorkerLost", "WorkerTimeout", "autograd", "connect", "group_id",
     "num_workers", "optim", "register_func", "register_global_func", "rpc", "worker_id",
 ]  # fmt: skip
 

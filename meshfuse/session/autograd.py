@@ -1,4 +1,4 @@
-"""Gradients through `rpc` calls, as `torch.distributed.autograd` has them.
+"""Gradients through `rpc` calls and those of a session, as `torch.distributed.autograd` has them.
 
 Each message tells its receiver which messages its tensors follow from, so the worker that has the roots knows all that
 take part in a backward pass before it begins: how many gradients each worker will get for every message that it has
@@ -20,6 +20,7 @@ from ..errors import ArgumentError, caller_line, shown, user_error
 from .rpc.calls import Calls, calls, provide_backward
 from .rpc.contexts import Context, Message, leaves_of, reachable, sources
 from .rpc.rref import DROP
+from .session_autograd import Gradients, SessionContext
 
 _ROOT: Message = (-1, -1)
 Pass = tuple[int, int]  # (rank of the root, its number there)
@@ -70,23 +71,42 @@ class _State:
 
 
 class context:
-    """A context in which calls take gradients along; `with context() as context_id`. It ends on all workers."""
+    """A context in which calls take gradients along; `with context() as context_id`. It ends on all workers.
 
-    def __enter__(self) -> int:
+    session: a session, for gradients through its own calls and collectives; None for those of `rpc` calls.
+    """
+
+    def __init__(self, session: Any = None) -> None:
+        self._of_session = None if session is None else SessionContext(session)
+
+    def __enter__(self) -> Any:
+        if self._of_session is not None:
+            self._of_session.begin()
+            return self._of_session
         self._context = calls().contexts.begin()
         return self._context.number
 
     def __exit__(self, *_: object) -> None:
+        if self._of_session is not None:
+            self._of_session.end()
+            return
         part = calls()
         part.contexts.enter(None)
         _release(self._context.number)
 
 
-def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
+def backward(
+    context_id: Any, roots: Sequence[Any], retain_graph: bool = False, worker: int | None = None
+) -> None:  # fmt: skip
     """Run the backward pass from scalar tensors of this worker. The gradients accumulate in the context.
+
+    In a session's context the roots are DRefs: those of one `worker`, or the sum of all that have some. Nothing waits.
 
     Raises ArgumentError for roots that are none and for a context that has ended, and what any worker's part raises.
     """
+    if isinstance(context_id, SessionContext):
+        context_id.backward(roots, retain_graph, worker)
+        return
     part = calls()
     found = part.contexts.get(context_id)
     _check_roots(roots)
@@ -101,8 +121,13 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
             del found.sent[_ROOT]
 
 
-def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """The gradients of this worker's leaves that backward passes of the context have accumulated."""
+def get_gradients(context_id: Any) -> Any:
+    """The gradients of this worker's leaves that backward passes of the context have accumulated: a dict by leaf.
+
+    In a session's context `get_gradients(context_id)[w]` is a DRef to the gradients of a DRef's leaves.
+    """
+    if isinstance(context_id, SessionContext):
+        return Gradients(context_id)
     found = calls().contexts.get(context_id)
     with found.lock:
         return dict(found.grads)

@@ -60,6 +60,13 @@ def fill(number: int, value: Any) -> None:
         registers[number] = value
 
 
+def backward(value: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """torch's backward pass from this worker's tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise user_error("backward", shown(value), "a tensor in the DRef", "", cls=ArgumentError)
+    value.backward(gradient)
+
+
 def as_dtype(dtype: Any) -> torch.dtype:
     """torch's dtype, from itself or a name such as "float32". ArgumentError for others."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype

@@ -12,6 +12,7 @@ import torch
 
 from ..errors import ArgumentError, shown, user_error
 from ..runtime.group import Group
+from . import tape
 from .executor import Executor, current
 from .registry import register_global_func
 
@@ -30,7 +31,7 @@ def init_ccl(ccl: str, device_ids: Sequence[int]) -> None:
         _group(worker, in_group).all_reduce(torch.zeros(1, device=device)).wait()
 
 
-def allreduce(src: torch.Tensor, dst: torch.Tensor | None, op: str, in_group: bool) -> torch.Tensor:
+def _allreduce(src: torch.Tensor, dst: torch.Tensor | None, op: str, in_group: bool) -> torch.Tensor:
     """Reduce over the workers, into `dst` on all of them."""
     group = _group(current(), in_group)
     out = _out(src, dst, src.shape, "allreduce")
@@ -41,7 +42,7 @@ def allreduce(src: torch.Tensor, dst: torch.Tensor | None, op: str, in_group: bo
     return _store(out, flat.view(src.shape))
 
 
-def allgather(src: torch.Tensor, dst: torch.Tensor | None, in_group: bool) -> torch.Tensor:
+def _allgather(src: torch.Tensor, dst: torch.Tensor | None, in_group: bool) -> torch.Tensor:
     """Put the workers' tensors behind each other along dim 0, into `dst` on all of them."""
     group = _group(current(), in_group)
     sizes = _sizes(group, src)
@@ -58,7 +59,7 @@ def allgather(src: torch.Tensor, dst: torch.Tensor | None, in_group: bool) -> to
     return _store(out, flat)
 
 
-def broadcast(src: torch.Tensor | None, dst: torch.Tensor | None, in_group: bool) -> torch.Tensor:
+def _broadcast(src: torch.Tensor | None, dst: torch.Tensor | None, in_group: bool) -> torch.Tensor:
     """Copy the first worker's tensor into `dst` of all, the first included."""
     group = _group(current(), in_group)
     if dst is None:
@@ -70,7 +71,7 @@ def broadcast(src: torch.Tensor | None, dst: torch.Tensor | None, in_group: bool
     return _store(dst, flat)
 
 
-def scatter(src: torch.Tensor | None, dst: torch.Tensor, in_group: bool) -> torch.Tensor:
+def _scatter(src: torch.Tensor | None, dst: torch.Tensor, in_group: bool) -> torch.Tensor:
     """Cut the first worker's tensor into parts of the sizes of the workers' `dst`, in order."""
     group = _group(current(), in_group)
     sizes = _sizes(group, _tensor(dst, "scatter"))
@@ -89,7 +90,7 @@ def scatter(src: torch.Tensor | None, dst: torch.Tensor, in_group: bool) -> torc
     return _store(dst, parts[0])
 
 
-def gather(src: torch.Tensor, dst: torch.Tensor | None, in_group: bool) -> torch.Tensor | None:
+def _gather(src: torch.Tensor, dst: torch.Tensor | None, in_group: bool) -> torch.Tensor | None:
     """Put the workers' tensors behind each other into the first worker's `dst`."""
     group = _group(current(), in_group)
     sizes = _sizes(group, _tensor(src, "gather"))
@@ -106,7 +107,7 @@ def gather(src: torch.Tensor, dst: torch.Tensor | None, in_group: bool) -> torch
     return _store(out, flat)
 
 
-def pass_on(src: torch.Tensor, dst: torch.Tensor, step: int) -> torch.Tensor:
+def _pass_on(src: torch.Tensor, dst: torch.Tensor, step: int) -> torch.Tensor:
     """Send `src` to the worker of the same place in the next group (or the one before), and receive its into `dst`.
 
     The first and the last group have one neighbour: their `dst`, or `src`, stays as it is.
@@ -125,19 +126,92 @@ def pass_on(src: torch.Tensor, dst: torch.Tensor, step: int) -> torch.Tensor:
     return _store(dst, flat)
 
 
-def send_between(src: torch.Tensor | None, dst: torch.Tensor | None, sender: int, receiver: int) -> torch.Tensor | None:
+def _send_between(
+    src: torch.Tensor | None, dst: torch.Tensor | None, sender: int, receiver: int
+) -> torch.Tensor | None:
     """Send one worker's `src` into another one's `dst`; all others do nothing."""
     worker = current()
-    group = _group(worker, in_group=False)
     if worker.worker == sender == receiver:
         return _store(_tensor(dst, "recv"), _tensor(src, "send"))
+    if worker.worker not in (sender, receiver):
+        return dst
+    # Of these two alone: a group connects when all of its members use it.
+    group = worker.world().group(tuple(sorted((sender, receiver))), "of two workers")
     if worker.worker == sender:
-        group.send(_tensor(src, "send").detach().contiguous(), receiver).wait()
-    elif worker.worker == receiver:
-        flat = _tensor(dst, "recv").detach().contiguous()
-        group.recv(flat, sender).wait()
-        return _store(_tensor(dst, "recv"), flat)
-    return dst
+        group.send(_tensor(src, "send").detach().contiguous(), 1 - group.index).wait()
+        return dst
+    flat = _tensor(dst, "recv").detach().contiguous()
+    group.recv(flat, 1 - group.index).wait()
+    return _store(_tensor(dst, "recv"), flat)
+
+
+# The same, remembered inside of an autograd context with their adjoints.
+
+
+def allreduce(src: torch.Tensor, dst: torch.Tensor | None, op: str, in_group: bool) -> torch.Tensor:
+    """Reduce over the workers, into `dst` on all of them."""
+    if op not in ("sum", "avg"):
+        tape.refuse(src, f"allreduce of {op}")
+        return _allreduce(src, dst, op, in_group)
+    got = _allreduce(src, dst, op, in_group)
+    return tape.record(src, got, dst, lambda grad: _allreduce(grad, None, op, in_group), "allreduce")
+
+
+def allgather(src: torch.Tensor, dst: torch.Tensor | None, in_group: bool) -> torch.Tensor:
+    """Put the workers' tensors behind each other along dim 0, into `dst` on all of them."""
+    group = _group(current(), in_group)
+    got = _allgather(src, dst, in_group)
+
+    def adjoint(grad: torch.Tensor) -> torch.Tensor:
+        sizes = _sizes(group, src)
+        start = sum(sizes[: group.index])
+        return _allreduce(grad, None, "sum", in_group).reshape(-1)[start : start + src.numel()]
+
+    return tape.record(src, got, dst, adjoint, "allgather")
+
+
+def broadcast(src: torch.Tensor | None, dst: torch.Tensor | None, in_group: bool) -> torch.Tensor:
+    """Copy the first worker's tensor into `dst` of all, the first included."""
+    got = _broadcast(src, dst, in_group)
+    given = None if _group(current(), in_group).index else src
+    return tape.record(given, got, dst, lambda grad: _allreduce(grad, None, "sum", in_group), "broadcast")
+
+
+def scatter(src: torch.Tensor | None, dst: torch.Tensor, in_group: bool) -> torch.Tensor:
+    """Cut the first worker's tensor into parts of the sizes of the workers' `dst`, in order."""
+    got = _scatter(src, dst, in_group)
+    return tape.record(src, got, dst, lambda grad: _gather(grad, None, in_group), "scatter_from_worker0")
+
+
+def gather(src: torch.Tensor, dst: torch.Tensor | None, in_group: bool) -> torch.Tensor | None:
+    """Put the workers' tensors behind each other into the first worker's `dst`."""
+    is_first = not _group(current(), in_group).index
+    got = _gather(src, dst, in_group)
+    like = src.detach()
+    tape.record(src, got if is_first else None, dst if is_first else None,
+                lambda grad: _scatter(grad, torch.empty_like(like), in_group), "gather_to_worker0")  # fmt: skip
+    return got
+
+
+def pass_on(src: torch.Tensor, dst: torch.Tensor, step: int) -> torch.Tensor:
+    """Send `src` to the worker of the same place in the next group (or the one before), and receive its into `dst`."""
+    got, like = _pass_on(src, dst, step), src.detach()
+    return tape.record(src, got, dst, lambda grad: _pass_on(grad, torch.zeros_like(like), -step), "send to a group")
+
+
+def send_between(src: torch.Tensor | None, dst: torch.Tensor | None, sender: int, receiver: int) -> torch.Tensor | None:
+    """Send one worker's `src` into another one's `dst`; all others do nothing."""
+    got, me = _send_between(src, dst, sender, receiver), current().worker
+    if me not in (sender, receiver):
+        return got
+    gives, gets = (src if me == sender else None), (got if me == receiver else None)
+    like = None if gives is None else gives.detach()
+
+    def adjoint(grad: torch.Tensor | None) -> torch.Tensor | None:
+        return _send_between(grad, None if like is None else torch.zeros_like(like), receiver, sender)
+
+    tape.record(gives, gets, dst if gets is not None else None, adjoint, "send_to_worker")
+    return got
 
 
 def _group(worker: Executor, in_group: bool) -> Group:

@@ -27,6 +27,7 @@ from .functions import is_importable
 from .links import Link, Woken
 from .messages import CALL, CALL_AND_SYNC, DONE, FAILED, GET, SYNC
 from .pickling import dumps, loads
+from .progress import Progress
 from .registry import registered
 from .wire import Closed, Frame, Late
 
@@ -76,6 +77,8 @@ class Controller:
         self._freed: deque[int] = deque()
         self._issued: deque[_Issued] = deque(maxlen=_REMEMBERED)
         self._broken: str | None = None
+        self.autograd_context: Any = None
+        self.profiling: Any = None
         self._setup: list[tuple[Any, tuple[Any, ...]]] = []
         self._begin()
         _open.add(self)
@@ -129,20 +132,25 @@ class Controller:
             ref = DRef(self, next(self._registers), what, placed)
             number = next(self._numbers)
             self._issued.append(_Issued(number, what, caller_line()))
+            start = time.perf_counter()
             payload, buffers = self._dumps((function, args, kwargs, ref.number))
             self._send_call(Frame(CALL, self._supervisor.epoch, number, payload, buffers, self._take_freed()), only)
+            if self.profiling is not None:
+                self.profiling.add("issue", what, number, start)
             return ref
 
-    def _call_each(self, function: Any, args: Sequence[tuple[Any, ...]], what: str, placed: Any = None) -> DRef:
+    def call_each(self, function: Any, args: Sequence[tuple[Any, ...]], what: str, placed: Any = None) -> DRef:
         """Call a function with other arguments on each worker."""
         with self._lock:
             self.check_open()
             ref, number, line = DRef(self, next(self._registers), what, placed), next(self._numbers), caller_line()
             self._issued.append(_Issued(number, what, line))
-            freed, epoch = self._take_freed(), self._supervisor.epoch
+            freed, epoch, start = self._take_freed(), self._supervisor.epoch, time.perf_counter()
             for link in reversed(self._crew.links):
                 payload, buffers = self._dumps((function, args[link.worker], {}, ref.number))
                 self._send_one(link, Frame(CALL, epoch, number, payload, buffers, freed))
+            if self.profiling is not None:
+                self.profiling.add("issue", what, number, start)
             return ref
 
     def _send_call(self, frame: Frame, only: Link | None) -> None:
@@ -228,11 +236,12 @@ class Controller:
 
     def _answers(self, links: Sequence[Link], numbers: Sequence[int]) -> list[Frame]:
         """The answers of workers to one command each."""
-        deadline = time.monotonic() + self.timeout
+        deadline, start = time.monotonic() + self.timeout, time.perf_counter()
         answers: list[Frame] = []
+        progress = Progress()
         try:
             for link, number in zip(links, numbers, strict=True):
-                answers.append(self._answer(link, number, deadline))
+                answers.append(self._answer(link, number, deadline, progress))
         except Late:
             left = list(zip(links, numbers, strict=True))[len(answers) :]
             missing = [link for link, number in left if not self._has_answered(link, number)]
@@ -240,12 +249,20 @@ class Controller:
         except KeyboardInterrupt:
             self._abandon(max(numbers))
             raise
+        finally:
+            progress.wipe()
+            if self.profiling is not None:
+                self.profiling.add("wait", "a wait for workers", max(numbers), start)
         return answers
 
-    def _answer(self, link: Link, number: int, deadline: float) -> Frame:
+    def _answer(self, link: Link, number: int, deadline: float, progress: Progress) -> Frame:
         while True:
             try:
-                return link.answer(number, deadline)
+                return link.answer(number, progress.until(deadline))
+            except Late:
+                if time.monotonic() >= deadline:
+                    raise
+                progress.show(f"waiting for worker {link.worker}{self._latest(number)}")
             except Woken:
                 self._supervisor.clear_wake()
                 if self._supervisor.lost:
@@ -253,9 +270,14 @@ class Controller:
             except Closed:
                 self._lost(link)
 
+    def _latest(self, number: int) -> str:
+        """The latest call up to this number, in words."""
+        issued = next((call for call in reversed(self._issued) if call.number <= number), None)
+        return "" if issued is None else f" and the calls up to {issued.what} at {issued.line}"
+
     def _has_answered(self, link: Link, number: int) -> bool:
         try:
-            self._answer(link, number, time.monotonic())
+            self._answer(link, number, time.monotonic(), Progress())
         except Late:
             return False
         return True
@@ -369,7 +391,7 @@ class Controller:
             self._crew.close(in_order=False)
             self.generation += 1
             self._freed.clear()
-            self._broken = None
+            self._broken = self.autograd_context = None
             self._begin()
             for function, args in self._setup:
                 self._call(function, args, {}, "restart")

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import ArgumentError, caller_line, shown, user_error
+from . import builtin
 from .compact import register_compact
 from .executor import REGISTER, register
 
@@ -96,6 +97,13 @@ class DRef:
         """
         return self._session.whole(self)
 
+    def backward(self, gradient: Any = None) -> None:
+        """Run torch's backward pass on every worker, from the tensor that it has in this register.
+
+        gradient: a DRef or a tensor, for what is no number. Gradients accumulate in `.grad` of the workers' leaves.
+        """
+        self._session.call_packed(builtin.backward, self, gradient)
+
     def _worker(self, worker_id: Any) -> int:
         size = self._session.num_workers
         if not isinstance(worker_id, int) or not 0 <= worker_id < size:
@@ -106,7 +114,10 @@ class DRef:
         return worker_id
 
     def __repr__(self) -> str:
-        return f"<DRef {self.number}{f' of {self._what}' if self._what else ''} on {self._session.num_workers} workers>"
+        sharding, shape = getattr(self.placed, "sharding", None), getattr(self.placed, "shape", None)
+        placed = f", {list(shape)} as {sharding}" if sharding is not None and shape is not None else ""
+        what = f" of {self._what}" if self._what else ""
+        return f"<DRef {self.number}{what} on {self._session.num_workers} workers{placed}>"
 
 
 class NoWorker(ArgumentError, IndexError):

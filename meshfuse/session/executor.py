@@ -7,7 +7,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.utils import _pytree as pytree
+
 from ..errors import ArgumentError, user_error
+from ..executor.dtensor import is_dtensor, settled
+from ..executor.record import Recorder
 from ..runtime.world import World
 from .compact import register_reader
 from .errors import Raised, Released, describe
@@ -45,6 +50,13 @@ class Executor:
         self.failure: Raised | None = None
         self._make_world, self._told = make_world, told
         self._world: World | None = None
+        # What is to be done when the connections to the other workers break.
+        self.at_leave: list[Callable[[], None]] = []
+        # While a profile is made: what records this worker's programs, and (number, start, end) of its calls.
+        self.recorder: Recorder | None = None
+        self.calls: list[tuple[int, float, float]] = []
+        self.tape: Any = None  # What an autograd context remembers (tape.Tape).
+        self.default_groups = 0  # How often it has joined torch's default group.
         self.since = 0.0
 
     @property
@@ -61,6 +73,7 @@ class Executor:
         """This worker as a rank, among the others of its session."""
         if self._world is None:
             self._world = self._make_world(self, self.epoch)
+            self._world.recorder = self.recorder
         return self._world
 
     def release(self, epoch: int, number: int, reason: str) -> None:
@@ -101,12 +114,18 @@ class Executor:
 
     def leave_world(self) -> None:
         """Break the connections to the other workers."""
+        self._leave_others()
         world, self._world = self._world, None
-        if world is not None:
+        if world is not None and world.size > 1:
             world.close()  # type: ignore[attr-defined]
+
+    def _leave_others(self) -> None:
+        while self.at_leave:
+            self.at_leave.pop()()
 
     def _call(self, frame: Frame) -> None:
         self.running, self.since = frame.number, time.monotonic()
+        start = time.perf_counter()
         try:
             function, args, kwargs, result = loads(frame.payload, frame.buffers)
             self.registers[result] = function(*args, **kwargs)
@@ -114,10 +133,19 @@ class Executor:
             self._fail(error, frame.number)
         finally:
             self.running = 0
+            if self.recorder is not None:
+                self.calls.append((frame.number, start, time.perf_counter()))
+
+    def record_by(self, recorder: Recorder | None) -> None:
+        """Record from here on; None ends that."""
+        self.recorder, self.calls = recorder, []
+        if self._world is not None:
+            self._world.recorder = recorder
 
     def _fail(self, error: BaseException, number: int) -> None:
         self.failure = self.failure or describe(error, self.worker, number)
         self.release(self.epoch, number, "")
+        self._leave_others()  # They may wait for this worker.
         if not isinstance(error, Released):
             self._told(self.epoch, number)
 
@@ -125,7 +153,7 @@ class Executor:
         """The answer to GET; None if it failed, which the report tells."""
         self.running = frame.number
         try:
-            payload, buffers = dumps(loads(frame.payload))
+            payload, buffers = dumps(_readable(loads(frame.payload)))
             return Frame(DONE, self.epoch, frame.number, payload, buffers)
         except BaseException as error:
             self._fail(error, frame.number)
@@ -137,6 +165,17 @@ class Executor:
         if self.failure is not None:
             return Frame(FAILED, self.epoch, frame.number, dumps(self.failure)[0])
         return Frame(SKIPPED if self._skips(frame.number) else DONE, self.epoch, frame.number)
+
+
+def _readable(value: Any) -> Any:
+    """A value as other processes can read it: of DTensors this worker's shards."""
+    if type(value) in (torch.Tensor, int, float, str):
+        return value
+    return pytree.tree_map_only(torch.Tensor, _own_part, value)
+
+
+def _own_part(tensor: Any) -> torch.Tensor:
+    return settled(tensor.to_local()).detach() if is_dtensor(tensor) else tensor
 
 
 def current() -> Executor:

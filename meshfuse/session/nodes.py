@@ -6,7 +6,7 @@ import platform
 import queue
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import caller_line
@@ -23,6 +23,7 @@ from .worker_main import WorkerSpec
 # Roles of connections; kinds of frames between a node and the controller.
 NODE, COMMANDS, CONTROL = "node", "commands", "control"
 START, ENDED, OUTPUT = 50, 51, 52
+_LOOK = 0.5  # Seconds between two looks whether a host that has not come still can.
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +76,17 @@ class Node:
 class Nodes:
     """All other hosts. Waits until they have connected; raises SessionError where they do not."""
 
-    def __init__(self, count: int, per_node: int, host: str, port: int, token: str, is_new_token: bool):
+    def __init__(
+        self, count: int, per_node: int, host: str, port: int, token: str, is_new_token: bool,
+        announce: Callable[[str, int], None] = lambda host, port: None, check: Callable[[], None] = lambda: None,
+    ):  # fmt: skip
+        self._check = check  # Raises where a host will never come.
         self.per_node, self.nodes = per_node, []
         self._arrived: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._workers: queue.SimpleQueue[tuple[str, int, Connection]] = queue.SimpleQueue()
         self._listener = Listener(host, port, token, self._welcome)
         self.host, self.port = self._listener.host, self._listener.port
+        announce(self.host, self.port)
         if count and is_new_token:
             say = f"MESHFUSE_TOKEN={token} python -m meshfuse.session.remote {self.host} {self.port} {per_node}"
             print(f"meshfuse: waiting for {count} host{'s' if count > 1 else ''}: {say}", file=sys.stderr, flush=True)
@@ -94,8 +100,11 @@ class Nodes:
         deadline = time.monotonic() + START_LIMIT
         while len(self.nodes) < count:
             try:
-                self.nodes.append(Node(self._arrived.get(timeout=max(0.0, deadline - time.monotonic()))))
+                self._check()
+                self.nodes.append(Node(self._arrived.get(timeout=min(_LOOK, max(0.0, deadline - time.monotonic())))))
             except queue.Empty:
+                if time.monotonic() < deadline:
+                    continue
                 raise SessionError(
                     f"hosts of the session did not connect: found {len(self.nodes)} within {START_LIMIT:g} s, needed "
                     f"{count}. Start `python -m meshfuse.session.remote {self.host} {self.port} {self.per_node}` there",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import ArgumentError, caller_line, shown, user_error
-from . import autograd
+from . import autograd, tape
+from .dref import DRef
 from .rpc.calls import calls
 from .rpc.rref import RRef
 
@@ -20,16 +21,21 @@ class DistributedOptimizer:
     """One optimizer of this class on every worker that owns parameters.
 
     optimizer_class: torch.optim's SGD, Adam, AdamW, Adagrad or another one; further arguments go to it.
-    params_rref: references to the parameters.
+    params_rref: references to the parameters, or DRefs of a session to them.
 
     `step(context_id)` updates all of them by the gradients of that autograd context. Steps of several contexts on one
     worker come one after the other. Raises what any worker's optimizer raises.
     """
 
     def __init__(
-        self, optimizer_class: type[torch.optim.Optimizer], params_rref: Sequence[RRef[Any]], *args: Any, **kwargs: Any
+        self, optimizer_class: type[torch.optim.Optimizer], params_rref: Sequence[Any], *args: Any, **kwargs: Any
     ):
         params = list(params_rref)
+        self._session: Any = None
+        if params and all(isinstance(ref, DRef) for ref in params):
+            self._session = params[0].session
+            self._remote = self._session.call(_Local, optimizer_class, params, args, kwargs)
+            return
         if not params or not all(isinstance(rref, RRef) for rref in params):
             raise user_error("DistributedOptimizer: params_rref", shown(params), "RRefs of parameters, one or more", "",
                              caller_line(), ArgumentError)  # fmt: skip
@@ -40,8 +46,11 @@ class DistributedOptimizer:
                 for rank, rrefs in owners.items()]  # fmt: skip
         self._optimizers: list[RRef[_Local]] = torch.futures.wait_all(made)
 
-    def step(self, context_id: int) -> None:
+    def step(self, context_id: Any) -> None:
         """Update the parameters by the gradients that the context has accumulated."""
+        if self._session is not None:
+            self._session.call(tape.step, context_id.number, self._remote)
+            return
         calls().contexts.get(context_id)
         steps = [calls().start(optimizer.owner(), _step, (optimizer, context_id), {}, None)
                  for optimizer in self._optimizers]  # fmt: skip
@@ -57,8 +66,11 @@ class _Local:
         self.params, self.optimizer = params, optimizer_class(params, *args, **kwargs)
 
     def step(self, context_id: int) -> None:
-        """Put the context's gradients where the optimizer looks for them, for one step."""
-        grads = autograd.get_gradients(context_id)
+        """One step with the gradients of a context."""
+        self.step_with(autograd.get_gradients(context_id))
+
+    def step_with(self, grads: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Put gradients where the optimizer looks for them, for one step."""
         with _stepping:
             for param in self.params:
                 param.grad = grads.get(param)

@@ -27,9 +27,9 @@ from .worker_main import WorkerSpec
 _RETRY = 0.25
 
 
-def run(host: str, port: int, workers: int, limit: float) -> int:
-    """Serve a controller until it ends; the exit code."""
-    token = os.environ.get(TOKEN)
+def run(host: str, port: int, workers: int, limit: float, token: str | None = None) -> int:
+    """Serve a controller until it ends; the exit code. token: None for that of MESHFUSE_TOKEN."""
+    token = token or os.environ.get(TOKEN)
     if not token:
         say(f"{TOKEN} is not set: export the token that the session's controller has")
         return 2

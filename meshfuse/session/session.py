@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ..argument_checks import as_int
 from ..checkpoint.safetensors import find
 from ..errors import ArgumentError, caller_line, shown, user_error
 from ..fusion_definition import FusionDefinition
+from ..mesh import DeviceMesh
 from ..runtime.environment import DEFAULT_TIMEOUT
 from ..sharding.data import shard, unshard
 from ..sharding.value import Sharding
@@ -24,6 +25,8 @@ from .distributed import Placed
 from .dref import DRef
 from .handshake import TOKEN, token_of
 from .nodes import Nodes
+from .profile import Profile
+from .remote_module import RemoteModule, load_module
 from .rpc import start as rpc_start
 
 
@@ -127,7 +130,7 @@ class Session(Controller):
         """A tensor on worker 0; if `in_group` on the first worker of each group."""
         _check_tensor(array, what)
         size = self.num_workers // self.num_groups if in_group else self.num_workers
-        return self._call_each(
+        return self.call_each(
             builtin.constant, [(array if worker % size == 0 else None,) for worker in range(self.num_workers)], what
         )
 
@@ -158,6 +161,15 @@ class Session(Controller):
         self._call(rpc_start.join, (secrets.token_hex(32), limit, self._rpc_groups), {}, "init_rpc")
         self.sync()
 
+    def profile(self, path: str | os.PathLike[str] = "session.json") -> Profile:
+        """A context in which the controller's and the workers' times are recorded; then a file for Perfetto is written.
+
+        It has a row of calls for each worker, with rows of kernels, communications and waits of the definitions and
+        models that it runs, and what the controller issues and waits for. On a GPU kernels have the times of their
+        launches. Clocks of several hosts are compared at the beginning.
+        """
+        return Profile(self, path)
+
     # Distributed tensors and definitions
 
     def distribute_tensor(self, tensor: torch.Tensor, sharding: Sharding) -> DRef:
@@ -166,7 +178,7 @@ class Session(Controller):
         self._check_sharding(sharding, "distribute_tensor")
         placed = Placed(sharding.placement(tuple(tensor.shape)), tuple(tensor.shape))
         parts = [(self._shard(tensor, placed.sharding, worker),) for worker in range(self.num_workers)]
-        return self._call_each(builtin.constant, parts, "distribute_tensor", placed)
+        return self.call_each(builtin.constant, parts, "distribute_tensor", placed)
 
     def _shard(self, tensor: torch.Tensor, sharding: Sharding, worker: int) -> torch.Tensor | None:
         return shard(tensor, sharding, worker) if worker in sharding.mesh else None
@@ -201,12 +213,22 @@ class Session(Controller):
             raise user_error("load_definition", shown(fd), "a FusionDefinition", "", caller_line(), ArgumentError)
         return RemoteDefinition(self, fd, self._call(distributed.make_definition, (repr(fd),), {}, "load_definition"))
 
-    def load_module(self, *_: Any, **__: Any) -> DRef:
-        """PyTorch models on workers are not there yet. Raises ArgumentError."""
-        raise user_error(
-            "load_module", "a PyTorch model", "a definition", "Make the model in a function that s.call runs.",
-            caller_line(), ArgumentError,
-        )  # fmt: skip
+    def load_module(
+        self, make: Any, mesh: DeviceMesh, plan: Any = None, *, args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None, seed: int | None = None, **options: Any,
+    ) -> RemoteModule:  # fmt: skip
+        """A PyTorch model on all workers, which must be processes (or one thread). Waits until it is there.
+
+        make: a function that makes the model, called with `args` and `kwargs` on every worker under one seed (None:
+            that of torch here); "module:name" of one; or a model, which is copied there.
+        mesh: of all workers. plan, options: as `mf.parallelize` takes them.
+
+        Raises ArgumentError for other makers and meshes, and what `mf.parallelize` raises.
+        """
+        if isinstance(self, ThreadedSession) and self.num_workers > 1:
+            raise user_error("load_module", "workers that are threads", "one process for each: DTensors need them",
+                             "Use a ProcessSession.", caller_line(), ArgumentError)  # fmt: skip
+        return load_module(self, make, mesh, plan, args, kwargs, seed, options)
 
     def whole(self, ref: DRef) -> torch.Tensor:
         """The global tensor of a distributed one."""
@@ -296,14 +318,14 @@ class SocketSession(Session):
 
     def __init__(
         self, num_nodes: int, num_workers_per_node: int, num_groups: int = 1, host: str = "127.0.0.1", port: int = 0,
-        token: str | None = None, timeout: float = DEFAULT_TIMEOUT,
+        token: str | None = None, timeout: float = DEFAULT_TIMEOUT, make_nodes: Callable[[], Nodes] | None = None,
     ):  # fmt: skip
         count = (as_int(num_nodes) or 0) * (as_int(num_workers_per_node) or 0)
         is_new = token is None and not os.environ.get(TOKEN)
         self._nodes: Nodes | None = None
-        self._make_nodes = lambda: Nodes(
-            num_nodes - 1, num_workers_per_node, host, port, token_of(token), is_new
-        )  # fmt: skip
+        self._make_nodes = make_nodes or (
+            lambda: Nodes(num_nodes - 1, num_workers_per_node, host, port, token_of(token), is_new)
+        )
         super().__init__(count, num_groups, timeout)
 
     @property

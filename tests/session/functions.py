@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import nn
+
 import meshfuse.session as di
 
 
@@ -36,3 +39,20 @@ def raise_on(worker: int, kind: str) -> None:
         if kind == "exit":
             raise SystemExit(3)
         raise {"key": KeyError, "value": ValueError, "os": OSError}[kind]("told", worker)
+
+
+class Net(nn.Module):
+    """A model with a loss if there is a target, and dropout."""
+
+    def __init__(self, width: int = 16, dropout: float = 0.0):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 32), nn.Linear(32, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x, y=None):
+        out = self.down(self.drop(torch.relu(self.up(x))))
+        return {"loss": (out - y).square().mean() if y is not None else None, "out": out}
+
+
+def make_net(width: int = 16, dropout: float = 0.0) -> Net:
+    return Net(width, dropout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -156,3 +157,24 @@ def test_an_ended_session_says_so() -> None:
     assert repr(session) == "<ThreadedSession of 2 workers, ended>"
     with pytest.raises(di.SessionError, match="this session has ended"):
         session.call(int)
+
+
+@pytest.mark.parametrize("kind", [di.ThreadedSession, di.ProcessSession])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_sessions_of_one_and_two_workers(kind: Callable[[int], di.Session], workers: int) -> None:
+    """What Disco's own tests do with integers, floats, texts, shapes and tensors."""
+    with kind(workers) as session:
+        last = session.num_workers - 1
+        add_one = session.get_global_func("tests.add_one")
+        assert add_one(1)[last] == 2 and add_one(0.5)[last] == 1.5
+        assert session.get_global_func("tests.concat")("a", session.call(str, "b"), "c")[last] == "abc"
+        assert session.call(torch.Size, (3, 4))[last] == (3, 4)
+        x = torch.arange(6.0).reshape(2, 3)
+        held = session.empty((2, 3), "float32")
+        session.copy_to_worker_0(x, held)
+        session.broadcast_from_worker0(held, held)
+        assert torch.equal(add_one(held)[last], x + 1)
+        back = torch.empty(2, 3)
+        session.copy_from_worker_0(back, session.allreduce(held))
+        assert torch.equal(back, x * session.num_workers)
+        session.sync_worker_0()

@@ -1,0 +1,317 @@
+"""A PyTorch model on a session's workers, as its controller sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..definition.annotation import layouts_of_spec
+from ..errors import ArgumentError, caller_line, shown, user_error
+from ..frontends.calls import names_of_leaves
+from ..mesh import DeviceMesh
+from ..sharding.data import shard
+from ..sharding.value import Sharding
+from . import torch_group, worker_module
+from .controller import Controller
+from .distributed import Placed
+from .dref import DRef
+from .errors import SessionError
+from .worker_module import ModuleFacts, ResultOf
+
+
+class RemoteModule:
+    """A PyTorch model that runs on a session's workers, as `mf.parallelize` has it. `Session.load_module` makes it.
+
+    Call it as the model, with global tensors, which are cut as its `inputs` say, with DRefs, and with other values. The
+    result has the model's structure, with DRefs in the place of tensors. Calls wait for nothing but the first with new
+    shapes, which learns the structure. Under `torch.no_grad()` no gradient is recorded.
+    """
+
+    def __init__(
+        self, session: Controller, made: DRef, facts: ModuleFacts, mesh: DeviceMesh, inputs: Mapping[str, Any]
+    ):  # fmt: skip
+        self._session, self._made, self._facts, self._mesh, self._inputs = session, made, facts, mesh, inputs
+        self._trees: dict[Any, tuple[list[bool], pytree.TreeSpec, str]] = {}
+        self.training = True
+
+    def __repr__(self) -> str:
+        where = ", ".join(f"{name} {size}" for name, size in zip(self._mesh.names, self._mesh.shape, strict=True))
+        return f"<{self._facts.kind} of {self._facts.parameters:,} parameters over {where} of {self._session!r}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward on all workers."""
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        names = names_of_leaves(self._facts.names, args, kwargs)
+        records = torch.is_grad_enabled()
+        placed = {i: where for i, (name, leaf) in enumerate(zip(names, leaves, strict=True))
+                  if (where := self._where(name, leaf)) is not None}  # fmt: skip
+        outputs = self._run(leaves, tree, names, placed, records)
+        key = (tree, tuple(map(_key, leaves)), records, self.training)
+        if key not in self._trees:
+            form, text = self._session.fetch(self._session.call(worker_module.form_of, outputs), 0)
+            self._trees[key] = (*pytree.tree_flatten(form), text)
+        tensors, spec, text = self._trees[key]
+        return pytree.tree_unflatten(
+            [self._leaf(outputs, i, text) if is_tensor else None for i, is_tensor in enumerate(tensors)], spec
+        )
+
+    def _call(self, function: Any, *args: Any) -> DRef:
+        """Call a function of this package with the model."""
+        hold(self._session)
+        return self._session.call(function, self._made, *args)
+
+    def _where(self, name: str, leaf: Any) -> Any:
+        """How an argument lies on the workers: as it was distributed, as a model made it, or as `inputs` says."""
+        if isinstance(leaf, DRef):
+            if isinstance(leaf.placed, _ResultPlace):
+                return ResultOf(leaf.placed.outputs, leaf.placed.index)
+            placed = leaf.placed if isinstance(leaf.placed, Placed) else None
+            if placed is not None and placed.sharding.mesh.grid != self._mesh.grid:
+                raise user_error(
+                    f"argument {name}", f"a tensor distributed over {placed.sharding.mesh}",
+                    f"one over the model's mesh, {self._mesh}", "", caller_line(), ArgumentError,
+                )  # fmt: skip
+            return placed
+        is_cut = isinstance(leaf, torch.Tensor) and name in self._inputs
+        return tuple(leaf.shape) if is_cut else None
+
+    def _run(
+        self, leaves: list[Any], tree: pytree.TreeSpec, names: Sequence[str], placed: Mapping[int, Any], records: bool
+    ) -> DRef:
+        cut = {i: self._sharding(names[i], shape) for i, shape in placed.items() if isinstance(shape, tuple)}
+        if not cut or self._session.num_workers == 1:
+            args, kwargs = pytree.tree_unflatten(leaves, tree)
+            return self._call(worker_module.run, args, kwargs, dict(placed), records)
+        hold(self._session)
+        calls = []
+        for worker in range(self._session.num_workers):
+            own = [shard(leaf, cut[i], worker) if i in cut else leaf for i, leaf in enumerate(leaves)]
+            calls.append((self._made, *pytree.tree_unflatten(own, tree), dict(placed), records))
+        return self._session.call_each(worker_module.run, calls, self._facts.kind)
+
+    def _sharding(self, name: str, shape: tuple[int, ...]) -> Sharding:
+        spec = self._inputs[name]
+        if len(spec) != len(shape):
+            raise user_error(f"argument {name}", f"shape {list(shape)}", f"{len(spec)} dims, as in inputs", "",
+                             caller_line(), ArgumentError)  # fmt: skip
+        layouts = layouts_of_spec(name, self._mesh, spec, len(shape), caller_line())
+        return Sharding.make(self._mesh, layouts, shape).placement(shape)
+
+    def _leaf(self, outputs: DRef, index: int, tree: str) -> DRef:
+        ref = self._session.call(worker_module.leaf_of, outputs, index, tree)
+        ref.placed = _ResultPlace(self._session, outputs, index)
+        return ref
+
+    # The model as a whole
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> DRef:
+        """Run function(model, *args, **kwargs) on every worker; a DRef to what it returns.
+
+        There the model is an nn.Module whose parameters are DTensors. DRefs in the arguments stand for what each worker
+        has in them.
+        """
+        return self._call(worker_module.apply, function, args, kwargs)
+
+    def train(self, mode: bool = True) -> RemoteModule:
+        """Let dropouts drop, and the like; with False not."""
+        self.training = bool(mode)
+        self.call(_train, self.training)
+        return self
+
+    def eval(self) -> RemoteModule:
+        """Set what trains aside."""
+        return self.train(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        self.call(_zero_grad, set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> DRef:
+        """Scale all gradients so that their norm together is at most `max_norm`; a DRef to the norm before."""
+        return self.call(_clip, max_norm, norm_type)
+
+    def manual_seed(self, seed: int) -> None:
+        """Begin the random numbers of its dropouts anew."""
+        self._call(worker_module.seed_with, seed)
+
+    def optimizer(self, kind: Callable[..., torch.optim.Optimizer], *args: Any, **kwargs: Any) -> RemoteOptimizer:
+        """An optimizer of the model's parameters: torch.optim.AdamW, for example, and its arguments."""
+        number = self._call(worker_module.make_optimizer, kind, args, kwargs)
+        return RemoteOptimizer(self._session, self._made, number, getattr(kind, "__name__", str(kind)))
+
+    def bill(self) -> Any:
+        """The bytes that each worker sends in the latest step, forward and backward. Waits."""
+        return self._session.fetch(self.call(_bill), 0)
+
+    def explain(self, name: str | None = None) -> str:
+        """Why a parameter or an activation lies as it does; without a name a table of all. Waits."""
+        return self._session.fetch(self.call(_explain, name), 0)
+
+    # Weights
+
+    def load(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
+        """Read weights from safetensors; each worker reads its slices alone. Waits. Raises CheckpointError."""
+        self.call(_load, os.fspath(path), strict)
+        self._session.sync()
+
+    def init_weights(self, seed: int = 0) -> None:
+        """Initialise parameters and buffers, with the same numbers on every mesh."""
+        self.call(_init_weights, seed)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All weights and buffers, whole, in this process. Waits."""
+        return self._session.fetch(self.call(worker_module.whole_state), 0)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> tuple[list[str], list[str]]:
+        """Put whole weights into the workers' shards; (missing names, unexpected names). Waits.
+
+        Raises ArgumentError for other shapes, and with `strict` for other names.
+        """
+        return self._session.fetch(self.call(worker_module.set_state, dict(state), strict), 0)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save weights and the states of all optimizers as one checkpoint, which `mf.load` reads, too. Waits."""
+        self._call(worker_module.save, _folder(path))
+        self._session.sync()
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Load what `save` has saved, on any mesh; into the optimizers that there are. Waits."""
+        self._call(worker_module.restore, _folder(path))
+        self._session.sync()
+
+
+class _ResultPlace:
+    """How a model's result lies on the workers, which they are asked when somebody wants to know it."""
+
+    def __init__(self, session: Controller, outputs: DRef, index: int):
+        self._session, self.outputs, self.index = session, outputs, index
+        self._found: list[Placed | None] = []
+
+    def __call__(self) -> Placed | None:
+        if not self._found:
+            asked = self._session.call(worker_module.placed_of, self.outputs, self.index)
+            self._found.append(self._session.fetch(asked, 0))
+        return self._found[0]
+
+
+class RemoteOptimizer:
+    """An optimizer on a session's workers, of a model there."""
+
+    def __init__(self, session: Controller, made: DRef, number: DRef, kind: str):
+        self._session, self._made, self._number, self._kind = session, made, number, kind
+
+    def __repr__(self) -> str:
+        return f"<{self._kind} of {self._session!r}>"
+
+    def step(self) -> None:
+        """Update the parameters by their gradients."""
+        self.call(worker_module.step)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of its parameters."""
+        self.call(_zero_grad, set_to_none)
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> DRef:
+        """Run function(optimizer, *args, **kwargs) on every worker: for schedules, for example."""
+        hold(self._session)
+        call = worker_module.apply_to_optimizer
+        return self._session.call(call, self._made, self._number, function, args, kwargs)
+
+
+def load_module(
+    session: Controller, make: Any, mesh: Any, plan: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None,
+    seed: int | None, options: Mapping[str, Any],
+) -> RemoteModule:  # fmt: skip
+    """A model on all workers of a session."""
+    is_path = isinstance(make, str) and all(make.partition(":"))
+    if not is_path and (isinstance(make, str) or not callable(make)):
+        raise user_error("load_module", shown(make), 'a function that makes a model, its "module:name", or a model', "",
+                         caller_line(), ArgumentError)  # fmt: skip
+    wanted = list(range(session.num_workers))
+    is_mesh = isinstance(mesh, DeviceMesh)
+    if not is_mesh or (len(wanted) > 1 and sorted(mesh.ranks) != wanted):
+        raise user_error("load_module: mesh", shown(mesh), f"an mf.DeviceMesh of all {len(wanted)} workers", "",
+                         caller_line(), ArgumentError)  # fmt: skip
+    number = torch.initial_seed() % (1 << 62) if seed is None else seed
+    plain = session.call(worker_module.make_plain, make, tuple(args), dict(kwargs or {}), number)
+    session.sync()  # Where one worker cannot make it, the others must not wait for that one.
+    hold(session)
+    made = session.call(worker_module.make_parallel, plain, mesh, plan, dict(options), number)
+    facts = session.fetch(session.call(worker_module.facts_of, made), 0)
+    session.sync()
+    return RemoteModule(session, made, facts, mesh, options.get("inputs") or {})
+
+
+# The session whose workers have torch's default process group: this process, which has its worker 0, has one of them.
+_holder: list[weakref.ref[Controller]] = []
+
+
+def hold(session: Controller) -> None:
+    """Let this session's workers have torch's default process group next; another session's leave it first."""
+    before = _holder[0]() if _holder else None
+    if before is session:
+        return
+    _holder[:] = [weakref.ref(session)]
+    if before is not None:
+        with contextlib.suppress(SessionError):  # It has ended.
+            _let_go(before)
+
+
+def _let_go(session: Controller) -> None:
+    """Have a session's workers leave torch's group. Raises what its calls before have raised, once they have."""
+    try:
+        session.sync()
+    finally:
+        session.call(torch_group.leave)
+        session.sync()
+
+
+def _key(leaf: Any) -> Any:
+    """What the structure of a result may depend on: of tensors shape and type, of other values these themselves."""
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    if isinstance(leaf, DRef):
+        return DRef
+    return leaf if leaf.__hash__ is not None else repr(leaf)
+
+
+def _folder(path: Any) -> str:
+    return os.path.abspath(os.fspath(path))
+
+
+# What runs on the workers.
+
+
+def _train(model: Any, mode: bool) -> None:
+    model.train(mode)
+
+
+def _zero_grad(model: Any, set_to_none: bool) -> None:
+    model.zero_grad(set_to_none=set_to_none)
+
+
+def _clip(model: Any, max_norm: float, norm_type: float) -> torch.Tensor:
+    norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def _bill(model: Any) -> Any:
+    return model.bill()
+
+
+def _explain(model: Any, name: str | None) -> str:
+    return model.explain(name)
+
+
+def _load(model: Any, path: str, strict: bool) -> None:
+    model.load(path, strict=strict)
+
+
+def _init_weights(model: Any, seed: int) -> None:
+    model.init_weights(seed)
