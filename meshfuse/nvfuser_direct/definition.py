@@ -99,7 +99,7 @@ class Fusion(CoreFusion):
 class FusionDefinition(core.FusionDefinition):
     """nvFuser's definition: a context manager, or the base of a class with a `definition` method.
 
-    That method (and `multidevice_schedule`) runs once, before the first execution, simulation or question, unless the
+    That method (and `multidevice_schedule`, or `multigpu_schedule`) runs once, before the first execution, simulation or question, unless the
     script has called it.
     """
 
