@@ -41,6 +41,8 @@ _HOME = {
     "CheckpointError": "errors",
     "KernelError": "errors",
     "OutOfMemoryError": "executor.kernel_errors",
+    "HostProgramBuilder": "host_programs",
+    "HostPrograms": "host_programs",
     "compile": "frontends.compiled_function",
     "parallelize": "frontends.parallel_module",
     "Precision": "frontends.precision",
@@ -56,6 +58,8 @@ __all__ = [
     "DefinitionError",
     "DeviceMesh",
     "FusionDefinition",
+    "HostProgramBuilder",
+    "HostPrograms",
     "KernelError",
     "Link",
     "Machine",
@@ -110,6 +114,7 @@ if TYPE_CHECKING:
     from .frontends.parallel_module import parallelize
     from .frontends.precision import Precision
     from .fusion_definition import FusionDefinition
+    from .host_programs import HostProgramBuilder, HostPrograms
     from .mesh import DeviceMesh, ParallelType
     from .ops.opdef import OpDef, Partial, Sample
     from .ops.registry import register_op, unregister_op

@@ -41,7 +41,7 @@ def run_forked(folder: Path, script: Path, *words: str) -> str:
 
 PAGES = [
     ("README.md", "readme.py"), ("docs/context-parallel.md", "ring.py"), ("docs/models.md", "models.py"),
-    ("docs/session.md", "session.py"), ("docs/recipes.md", "recipes.py"),
+    ("docs/session.md", "session.py"), ("docs/recipes.md", "recipes.py"), ("docs/host-programs.md", "by_hand.py"),
 ]  # fmt: skip
 
 

@@ -165,7 +165,10 @@ ERRORS: dict[str, tuple[Callable[..., Any], str]] = {
         lambda fd, x, w: x.cache_before(CommunicationType.Gather),
         r"cache_before of t0: found an input, needed the result of an op, before it is annotated\.",
     ),
-    "a copy before what is annotated": (annotated_result, r"cache_before of y \(t2\): found a tensor that is annotated"),
+    "a copy before what is annotated": (
+        annotated_result,
+        r"cache_before of y \(t2\): found a tensor that is annotated",
+    ),
 }
 
 

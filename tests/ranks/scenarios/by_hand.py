@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from dtensors import torch_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dtensors import torch_mesh
 from meshfuse.nvfuser_direct import CommunicationType, FusionDefinition, ParallelType
 from tools import cut, line, rank, same, size
 
