@@ -23,8 +23,8 @@ def check_program(program: Any, line: SourceLine) -> None:
                              "They are classes of meshfuse.lowering.instructions.", line)  # fmt: skip
     last: Instruction | None = None
     try:
-        for last in checked(program):
-            pass
+        for instruction in checked(program):
+            last = instruction
     except AssertionError as error:
         raise _broken(program, last, str(error), line) from None
 

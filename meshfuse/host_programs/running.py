@@ -1,4 +1,4 @@
-"""`HostPrograms`: the programs of some ranks, checked each and together; on simulated ranks, or on this process' own."""
+"""`HostPrograms`: the programs of some ranks, checked each and together; on simulated ranks, or on the own one."""
 
 from __future__ import annotations
 

@@ -153,8 +153,8 @@ class Methods:
             raise user_error("the definition is not finished", found, needed, do, caller_line())
         if fd.recording.tensors:
             return
-        for names in METHODS:
-            for name in [name for name in names if callable(getattr(fd, name, None))][:1]:
+        for same in METHODS:
+            for name in [name for name in same if callable(getattr(fd, name, None))][:1]:
                 self._call(fd, name)
 
     def _call(self, fd: NvfuserDefinition, name: str) -> None:
