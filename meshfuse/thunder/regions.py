@@ -9,7 +9,7 @@ makes, and what Thunder computes of these. Ops on local values stay torch's.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +46,17 @@ class Partition:
         return tuple(item for item in self.items if isinstance(item, Region))
 
 
-def partition(bsyms: Sequence[Any], can_fuse: Callable[[Any], bool]) -> Partition:
-    """Cut a trace in as few regions as its order of needs allows; forward and backward have their own."""
+def partition(
+    bsyms: Sequence[Any], can_fuse: Callable[[Any], bool], taken: Container[Any] = ()
+) -> Partition:
+    """Cut a trace in as few regions as its order of needs allows; forward and backward have their own.
+
+    taken: collectives of Thunder's that regions have as well, with what belongs to them.
+    """
     local = local_names(bsyms)
 
     def fuses(bsym: Any) -> bool:
-        return is_annotation(bsym) or (can_fuse(bsym) and not _reads(bsym, local))
+        return is_annotation(bsym) or bsym in taken or (can_fuse(bsym) and not _reads(bsym, local))
 
     groups = [group for part in _parts(bsyms) for group in _grouped(part, fuses)]
     kept = _kept(groups)
