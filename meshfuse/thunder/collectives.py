@@ -12,7 +12,7 @@ reduction is a sum over a new dim, of which each rank has its own row.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,19 @@ from ..runtime.world import World
 from ..sharding.layout import Split
 from ..sharding.value import Sharding
 from .prims import Layout, MeshPrims
+from .regions import Partition, local_names
 
-COLLECTIVES = (DistPrims.ALL_GATHER, DistPrims.ALL_REDUCE, DistPrims.REDUCE_SCATTER, DistPrims.WAIT)
+# By id of a symbol the prim that it is. Thunder's torch executor has claimed them when regions are made.
+_KINDS = {
+    "torch_all_gather_prim_impl": DistPrims.ALL_GATHER, "torch_all_reduce_prim_impl": DistPrims.ALL_REDUCE,
+    "torch_reduce_scatter_prim_impl": DistPrims.REDUCE_SCATTER, "torch_wait_prim_impl": DistPrims.WAIT,
+}  # fmt: skip
+
+
+def kind_of(bsym: Any) -> DistPrims | None:
+    """Which of Thunder's collectives, or its wait, a symbol is; None for any other."""
+    found = _KINDS.get(bsym.sym.id, bsym.sym.id)
+    return found if found in _KINDS.values() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +97,12 @@ class WholeMesh:
         dims = [(*old, more) if d == dim else old for d, old in enumerate(lifted.dims)]
         return layout._replace(sharding=Sharding.make(self.mesh, dims, layout.shape))
 
+    def placed(self, plan: Mapping[str, Sharding], parts: Partition, taken: Taken) -> dict[str, Sharding]:
+        """A plan on the whole mesh, by name; local tensors lie as their ranks have them."""
+        known = {b.args[0].name: b.args[1] for region in parts.regions for b in region.bsyms if _splits(b)}
+        found = {name: self.lifted(sharding) for name, sharding in {**plan, **known}.items()}
+        return found | {name: layout.sharding for name, layout in taken.placed.items()}
+
     def taken(self, bsyms: Sequence[Any], mesh: DeviceMesh) -> Taken:
         """The collectives of a trace that can be taken in; `mesh` is that of its annotations."""
         readers, makers = defaultdict(list), {}
@@ -97,13 +114,13 @@ class WholeMesh:
         for bsym in bsyms:
             axis = self._axis(bsym, mesh)
             waits = readers[bsym.output.name] if axis is not None else []
-            if axis is not None and [w.sym.id for w in waits] == [DistPrims.WAIT]:
-                self._take(found, bsym, waits[0], axis, (readers, makers, mesh))
+            if axis is not None and [kind_of(w) for w in waits] == [DistPrims.WAIT]:
+                self._take(found, bsym, waits[0], axis, (readers, makers, mesh, local_names(bsyms)))
         return found
 
     def _axis(self, bsym: Any, mesh: DeviceMesh) -> str | None:
         """The axis of a collective that can be taken in; None for any other symbol."""
-        if bsym.sym.id not in COLLECTIVES[:3]:
+        if kind_of(bsym) in (None, DistPrims.WAIT):
             return None
         reduces = [arg for arg in bsym.flat_args if isinstance(arg, DistributedReduceOps)]
         group = next(arg for arg in bsym.flat_args if isinstance(arg, dist.ProcessGroup))
@@ -111,22 +128,26 @@ class WholeMesh:
         is_sum = all(op is DistributedReduceOps.SUM for op in reduces)
         return axis if is_sum and (len(mesh.ranks) == 1 or axis not in mesh.names) else None
 
-    def _take(self, found: Taken, bsym: Any, wait: Any, axis: str, trace: tuple[Any, Any, DeviceMesh]) -> None:
-        readers, makers, mesh = trace
+    def _take(self, found: Taken, bsym: Any, wait: Any, axis: str, trace: tuple[Any, ...]) -> None:
+        readers, makers, mesh, local_to_ranks = trace
         source, result = bsym.args[0], wait.output
-        dim = None if bsym.sym.id is DistPrims.ALL_REDUCE else (_dim_of(bsym) or 0)
-        gathers = bsym.sym.id is DistPrims.ALL_GATHER
+        dim = None if kind_of(bsym) is DistPrims.ALL_REDUCE else (_dim_of(bsym) or 0)
+        gathers = kind_of(bsym) is DistPrims.ALL_GATHER
         whole, local = (result, source) if gathers else (source, result)
         between = [] if gathers else list(_between(source, makers))
         plain = Layout(Sharding.replicated(mesh, whole.ndim), tuple(whole.shape), local.name)
         layout = _layout_of(readers[result.name] if gathers else [*between, makers.get(_first(source, makers))])
-        if layout is None and len(mesh.ranks) > 1:
-            return
+        if layout is None and whole.name in local_to_ranks:
+            return  # It is cut, and something stands between it and what says how.
         layout = plain if layout is None else layout
         found.moves[id(bsym)] = Move(axis, dim, gathers)
         found.others.update(map(id, (wait, *between)))
         found.planned[local.name] = layout
         found.placed[local.name] = self.split(layout, axis, dim)
+
+
+def _splits(bsym: Any) -> bool:
+    return bsym.sym.id is MeshPrims.MESH_SPLIT
 
 
 def _dim_of(bsym: Any) -> int | None:

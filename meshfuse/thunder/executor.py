@@ -24,7 +24,7 @@ from ..mesh import DeviceMesh
 from ..runtime.world import World
 from ..sharding.value import Sharding
 from .attention import SYMBOL, gradient, takes
-from .collectives import COLLECTIVES, Taken, WholeMesh, moves_alone
+from .collectives import Taken, WholeMesh, moves_alone
 from .planning import locals_of, mesh_of, planned, take
 from .prims import MeshPrims, mesh_layout
 from .regions import Region, partition
@@ -66,8 +66,6 @@ class MeshExecutor(FusionExecutor):
         super().__init__(NAME)
         self.backend = backend
         self.whole = WholeMesh(mesh) if mesh is not None and World.current().size > 1 else None
-        for symbol in COLLECTIVES if self.whole is not None else ():
-            self.register_supported(symbol)
         for symbol in (*RULES, MeshPrims.MESH_SPLIT, MeshPrims.MESH_LOCAL):
             self.register_supported(symbol, CHECKS.get(symbol))
         self.register_supported(SYMBOL, takes, grad_transform=gradient)
@@ -97,34 +95,30 @@ class MeshExecutor(FusionExecutor):
     def _fused(self, bsyms: Any, taken: Taken) -> list[Any] | None:
         """The symbols with definitions in the place of regions; None where collectives cannot be taken in so."""
         parts, mesh = partition(bsyms, self._fuses, taken), mesh_of(bsyms)
-        shardings, numbers = planned(parts, mesh, taken), itertools.count()
-        whole = self.whole if taken.moves else None
-        if whole is not None:
-            known = locals_of(bsym for region in parts.regions for bsym in region.bsyms)
-            shardings = {name: whole.lifted(sharding) for name, sharding in shardings.items()}
-            shardings |= {name: whole.lifted(layout.sharding) for name, layout in known.items()}
-            shardings |= {name: layout.sharding for name, layout in taken.placed.items()}
+        plan, numbers = planned(parts, mesh, taken), itertools.count()
+        placed = self.whole.placed(plan, parts, taken) if self.whole is not None and taken.moves else {}
         found = [
-            self._region(item, shardings, taken, next(numbers)) if isinstance(item, Region) else item
+            self._region(item, plan, placed, taken, next(numbers)) if isinstance(item, Region) else item
             for item in parts.items
         ]
         return None if None in found else found
 
-    def _region(self, region: Region, shardings: dict[str, Sharding], taken: Taken, number: int) -> Any:
+    def _region(
+        self, region: Region, plan: dict[str, Sharding], placed: dict[str, Sharding], taken: Taken, number: int
+    ) -> Any:
+        """The symbol of a region: on the mesh of the plan, or with collectives on the whole one, as `placed` there."""
         if not any(bsym in taken for bsym in region.bsyms):
-            return self.fuse(_with_layouts(region, shardings), number)
+            return self.fuse(_with_layouts(region, plan), number)
         assert self.whole is not None
-        to = _written(region, shardings, taken, self.whole)
+        to = _written(region, placed, taken, self.whole)
         axes = {move.axis for move in taken.moves.values()}
         if not moves_alone(to.fd.compile(), axes, to.moved, World.current().rank):
             return None
-        call, bound = RegionCall(to.fd, self.backend), _with_layouts(region, shardings)
+        call, bound = RegionCall(to.fd, self.backend), _with_layouts(region, placed)
         return _symbol(self, f"{NAME}{number}", call, list(region.inputs), list(region.outputs), bound.bound_symbols)
 
     def _fuses(self, bsym: Any) -> bool:
         tensors = [x for x in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs) if isinstance(x, TensorProxy)]
-        if bsym.sym.id in COLLECTIVES:
-            return False
         one_device = len({x.device for x in tensors}) == 1
         return one_device and all(map(has_known_dtype, tensors)) and self.can_fuse(bsym)
 

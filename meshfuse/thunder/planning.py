@@ -69,9 +69,7 @@ def _between(parts: Partition, mesh: DeviceMesh, known: Locals, taken: Taken) ->
     every = {name: view.id for name, view in joint.values.items()} if taken.moves else {}
     kept = {**every, **inner}
     fixed = {*known, *parts.outside, *(x.name for region in parts.regions for x in region.inputs)}.difference(inner)
-    return {
-        name: shardings[view].reduced() for name, view in kept.items() if view in shardings and name not in fixed
-    }
+    return {name: shardings[view].reduced() for name, view in kept.items() if view in shardings and name not in fixed}
 
 
 def _ended(joint: Translator, region: Region, parts: Partition, known: Locals, mesh: DeviceMesh) -> dict[str, int]:

@@ -24,7 +24,7 @@ from ..frontends.sizes import Sizes
 from ..frontends.traced import TracedDefinition
 from ..sharding.layout import Split
 from ..sharding.value import Sharding
-from .collectives import Move, Taken, WholeMesh
+from .collectives import Move, Taken, WholeMesh, kind_of
 from .prims import Layout, MeshPrims
 from .rules import RULES
 
@@ -135,7 +135,7 @@ class Translator:
         view = self.locals[source] if source in self.locals else self.values[source]
         if move is not None and self.whole is not None:
             view = self._moved(view, move, self.whole)
-        elif move is None and bsym.sym.id is not DistPrims.WAIT:
+        elif move is None and kind_of(bsym) is not DistPrims.WAIT:
             number = next(arg for arg in bsym.args if not isinstance(arg, TensorProxy))
             view = self.fd.ops.truediv(view, float(number))
         out = bsym.output.name
