@@ -3,8 +3,8 @@
 A trace is one rank's program. Along the axes of data parallelism its tensors differ from rank to rank, and a definition
 has only tensors that are one for all. Regions are therefore planned on the mesh of tensor parallelism alone, and then
 written on the whole mesh with the places that this plan gives: every tensor is said to be equal along the other axes,
-and nothing but the collectives moves along these (`moves_alone` checks that). A gather is a `set` to the whole tensor. A
-reduction is a sum over a new dim, of which each rank has its own row.
+and nothing but the collectives moves along these (`moves_alone` checks that). A gather is a `set` to the whole tensor,
+and a reduction is a sum over a new dim, of which each rank has its own row.
 """
 
 # pyright: reportMissingImports=false
