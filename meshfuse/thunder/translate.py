@@ -142,7 +142,7 @@ class Translator:
         self.values[out] = view
         if source in self.locals:
             self.locals[out] = view
-        self.names.setdefault(out, self.names.get(source, source))
+        self.names.setdefault(out, str(self.names.get(source, source)))
 
     def _moved(self, view: TensorView, move: Move, whole: WholeMesh) -> TensorView:
         """The tensor gathered along an axis, or the sum of what ranks along it have."""
