@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,9 +156,16 @@ def verify(program: HostProgram) -> None:
     Each communication is waited for exactly once, before its result is read and before its operands are written or
     freed (`buffer_checker.BufferChecker`). Raises AssertionError.
     """
+    for _ in checked(program):
+        pass
+
+
+def checked(program: HostProgram) -> Iterator[Instruction | None]:
+    """`verify`, instruction by instruction: each is given before it is checked, and None before the end is."""
     tensors = [name for name in program.params if name.startswith("v")]
     alive, book = set(tensors), BufferChecker(tensors)
     for instruction in program.instructions:
+        yield instruction
         if isinstance(instruction, Free):
             assert alive.issuperset(instruction.names), f"freed twice: {instruction}"
             book.free(instruction.names)
@@ -169,11 +176,17 @@ def verify(program: HostProgram) -> None:
             found = effects(instruction)
             _verify_names(instruction, found, alive)
             book.step(instruction, found)
-    assert not book.in_flight, f"never waited for: {book.in_flight}"
+    yield None
+    _verify_end(program, alive, book)
+
+
+def _verify_end(program: HostProgram, alive: set[str], book: BufferChecker) -> None:
     outputs = set(filter(None, program.outputs))
-    assert alive.issuperset(outputs)
+    assert not book.in_flight, f"never waited for: {book.in_flight}"
+    assert alive.issuperset(outputs), f"returned, and not there: {sorted(outputs - alive)}"
     book.read_all(outputs)
-    assert not (alive & mentioned(program.instructions)).difference(outputs), "never freed"
+    left = (alive & mentioned(program.instructions)).difference(outputs)
+    assert not left, f"never freed: {sorted(left)}"
 
 
 def _verify_names(instruction: Instruction, found: Effects, alive: set[str]) -> None:

@@ -45,6 +45,7 @@ PAGES = [
     ("docs/training.md", "training.py"), ("docs/from-dtensor.md", "from_dtensor.py"),
     ("docs/from-megatron.md", "from_megatron.py"), ("docs/from-jax.md", "from_jax.py"),
     ("docs/from-nvfuser.md", "from_nvfuser.py"), ("docs/from-thunder.md", "from_thunder.py"),
+    ("docs/host-programs.md", "by_hand.py"),
 ]  # fmt: skip
 
 

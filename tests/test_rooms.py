@@ -13,7 +13,7 @@ PACKAGE = Path(meshfuse.__file__).parent
 ORDER = (
     "__main__", "cli", "__init__", "testing", "thunder", "session", "frontends", "nvfuser_direct",
     "fusion_definition", "preparation", "recorded_calls", "execution", "programs", "automatic_plan",
-    "report", "checkpoint", "executor", "compiler",
+    "report", "checkpoint", "host_programs", "executor", "compiler",
     "backends", "host_ir", "lowering",
     "plans", "rewrites", "resharding", "propagation", "planner", "placement", "reshard",
     "graph", "definition", "scalars", "ops",

@@ -59,10 +59,12 @@ class LoopDomain:
         return cls([[leaf] for leaf in leaves], list(leaves))
 
     @classmethod
-    def of_layouts(cls, dims: Sequence[Layout], reduction_flags: Sequence[bool]) -> LoopDomain:
-        """The loop domain that says the same as these layouts of the dims that are no reductions."""
-        rest = iter(dims)
-        roots = [[Leaf(None, reduction=True)] if flag else _leaves(next(rest)) for flag in reduction_flags]
+    def of_layouts(
+        cls, dims: Sequence[Layout], reduction_flags: Sequence[bool], reductions: Sequence[Layout] = ()
+    ) -> LoopDomain:
+        """The loop domain that says the same as these layouts of the dims; `reductions` are those of reduced ones."""
+        rest, reduced = iter(dims), iter(reductions)
+        roots = [_leaves(next(reduced, ()), True) if flag else _leaves(next(rest)) for flag in reduction_flags]
         return cls(roots, [leaf for root in roots for leaf in root])
 
     @property
@@ -200,9 +202,9 @@ class LoopDomain:
         return "[" + ", ".join(map(str, self.loop)) + "]"
 
 
-def _leaves(layout: Layout) -> list[Leaf]:
-    leaves = [Leaf(split.size, split.axis, pre=split.pre) for split in layout]
-    return leaves if any(leaf.size is None for leaf in leaves) else [*leaves, Leaf(None)]
+def _leaves(layout: Layout, reduction: bool = False) -> list[Leaf]:
+    leaves = [Leaf(split.size, split.axis, reduction, pre=split.pre) for split in layout]
+    return leaves if any(leaf.size is None for leaf in leaves) else [*leaves, Leaf(None, reduction=reduction)]
 
 
 def _halves(leaf: Leaf, factor: int, inner: bool, what: str) -> list[Leaf]:

@@ -77,6 +77,10 @@ class OpNode:
         return self.op.draws is not None and self.op.draws(Call(self.op, self.args, ()))
 
 
+# A step of a script: an input, a scalar or an op.
+Entry = TensorRef | ScalarRef | OpNode
+
+
 class Recording:
     """What a script has written into a definition.
 
@@ -98,7 +102,7 @@ class Recording:
         self.scalars: dict[int, ScalarDef] = {}
         self.inputs: list[TensorRef | ScalarRef] = []
         self.outputs: list[int] = []
-        self.history: list[TensorRef | ScalarRef | OpNode] = []
+        self.history: list[Entry] = []
         self.own_annotations: dict[int, Annotation] = {}
         self.overlaps: dict[int, Overlap] = {}
         self.primals: dict[int, int] = {}
@@ -189,6 +193,12 @@ class Recording:
             check_results(op.name, types)
             found = self._forms[form] = form, types
         return found
+
+    def rewrite(self, history: Sequence[Entry]) -> None:
+        """Put these inputs, scalars and ops, in their order, in the place of all there are."""
+        self.history = list(history)
+        self.nodes = [entry for entry in history if isinstance(entry, OpNode)]
+        self._producers = {out: place for place, node in enumerate(self.nodes) for out in node.outputs}
 
     # annotations
 

@@ -13,6 +13,7 @@ from ..mesh import DeviceMesh, ParallelType
 from ..ops.values import ScalarRef, TensorRef, TensorType
 from .annotating import put_on_mesh, set_allocation
 from .arithmetic import Arithmetic, op_instead
+from .copies import CommunicationType, copy_after, copy_before
 from .domain_text import Extents, TensorDomain, tensor_text
 from .loop import AxisView, Leaf, LoopDomain
 from .recording import Definition
@@ -288,7 +289,13 @@ class TensorView(Arithmetic["TensorView | Val | complex"]):
         return self
 
     def cache_before(self, op_type: Any = None) -> TensorView:
-        """nvFuser's copy of the tensor inside a kernel: accepted, and its schedule has no effect."""
+        """nvFuser's copy of the tensor inside a kernel: accepted, and its schedule has no effect.
+
+        With a CommunicationType, a tensor of its own: what the op makes that made this one, which is a copy of it from
+        now on. Annotate both: what is sent follows. Raises DefinitionError for an input, and for an annotated tensor.
+        """
+        if isinstance(op_type, CommunicationType):
+            return TensorView(self.fd, copy_before(self.fd.recording, self.id, self.fd.recording.line_of_change()))
         return TensorView(self.fd, self.ref, self._domain.copy())
 
     def cache_after(
@@ -298,8 +305,17 @@ class TensorView(Arithmetic["TensorView | Val | complex"]):
         propagate_allocation_domain: bool = True,
         cached_uses: Sequence[Any] = (),
     ) -> TensorView:
-        """The same as `cache_before`."""
+        """The same as `cache_before`; with a CommunicationType a copy, which the ops so far read in its place.
+
+        Raises DefinitionError for a tensor that no op reads.
+        """
+        if isinstance(op_type, CommunicationType):
+            return TensorView(self.fd, copy_after(self.fd.recording, self.id, self.fd.recording.line_of_change()))
         return self.cache_before()
+
+    def to_local(self) -> TensorView:
+        """The tensor itself: a rank's shard is what `execute` takes and returns. DTensor's call, for scripts of it."""
+        return self
 
     def reorder(self, old2new: Mapping[int, int] | Sequence[int] = _NO_MOVES) -> TensorView:
         """Move loop axes: a mapping {old position: new position}, or a list with the old position for every new one."""

@@ -8,6 +8,7 @@ meshfuse.nvfuser_direct` works as well.
 
 from __future__ import annotations
 
+from ..definition.copies import CommunicationType
 from ..definition.domain_text import TensorDomain
 from ..definition.loop import AxisView as IterDomain
 from ..definition.tensor_view import TensorView, Val
@@ -80,6 +81,7 @@ __all__ = [
     "CacheOp",
     "CircularBufferOptions",
     "ClusterDims",
+    "CommunicationType",
     "CommunicatorBackend",
     "CompileParams",
     "DataType",

@@ -16,6 +16,7 @@ from ..errors import caller_line, shown, user_error
 from ..execution import Execution
 from ..ops import COMPOSITES
 from ..ops.registry import names
+from .communications import COMMUNICATIONS
 
 
 class NvfuserDefinition(Definition, Protocol):
@@ -97,7 +98,7 @@ class ActiveOps:
     __slots__ = ()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name not in COMPOSITES:
+        if name not in (*COMPOSITES, *COMMUNICATIONS):
             find_op(name)
 
         def call(*args: Any, **named: Any) -> Any:
@@ -107,7 +108,7 @@ class ActiveOps:
         return call
 
     def __dir__(self) -> list[str]:
-        return sorted([*names(), *COMPOSITES])
+        return sorted([*names(), *COMPOSITES, *COMMUNICATIONS])
 
 
 def _owners(values: Iterable[Any]) -> Iterator[Any]:
@@ -128,7 +129,8 @@ def define_scalar(*args: Any, **options: Any) -> Val:
     return active("define_scalar").define_scalar(*args, **options)
 
 
-METHODS = ("definition", "multidevice_schedule")
+# Of a class, by name; of the two of a schedule, the older name counts where there is no newer one.
+METHODS = (("definition",), ("multidevice_schedule", "multigpu_schedule"))
 
 
 class Methods:
@@ -151,8 +153,8 @@ class Methods:
             raise user_error("the definition is not finished", found, needed, do, caller_line())
         if fd.recording.tensors:
             return
-        for name in METHODS:
-            if callable(getattr(fd, name, None)):
+        for same in METHODS:
+            for name in [name for name in same if callable(getattr(fd, name, None))][:1]:
                 self._call(fd, name)
 
     def _call(self, fd: NvfuserDefinition, name: str) -> None:

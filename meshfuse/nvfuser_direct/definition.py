@@ -99,8 +99,8 @@ class Fusion(CoreFusion):
 class FusionDefinition(core.FusionDefinition):
     """nvFuser's definition: a context manager, or the base of a class with a `definition` method.
 
-    That method (and `multidevice_schedule`) runs once, before the first execution, simulation or question, unless the
-    script has called it.
+    That method (and `multidevice_schedule`, in older scripts `multigpu_schedule`) runs once, before the first
+    execution, simulation or question, unless the script has called it.
     """
 
     def __init__(self, seed: int | None = None) -> None:

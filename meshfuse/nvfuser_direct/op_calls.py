@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..argument_checks import as_int
 from ..definition.op_namespace import OpNamespace
 from ..definition.tensor_view import TensorView, Val
 from ..errors import SourceLine, caller_line, user_error
+from .communications import BY_MESH, COMMUNICATIONS, names_mesh
 
 
 class Ops(OpNamespace):
-    """`fd.ops` with nvFuser's limits on slices, and with sdpfa_fwd's arguments from before it had a bias and a mask."""
+    """`fd.ops` with communication by hand, nvFuser's limits on slices, and sdpfa_fwd's arguments from before it had a
+    bias and a mask.
+    """
 
     __slots__ = ()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name in COMMUNICATIONS:
+            return functools.partial(COMMUNICATIONS[name], self._fd)
+        return super().__getattr__(name)
+
+    def __dir__(self) -> list[str]:
+        return sorted([*super().__dir__(), *COMMUNICATIONS])
+
+    def scatter(self, *args: Any, **named: Any) -> Any:
+        """With a mesh behind the tensor, the communication; else the write by index."""
+        return self._by_mesh("scatter", args, named)
+
+    def gather(self, *args: Any, **named: Any) -> Any:
+        """With a mesh behind the tensor, the communication; else the look-up by index."""
+        return self._by_mesh("gather", args, named)
+
+    def _by_mesh(self, name: str, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        if names_mesh(args, named):
+            return BY_MESH[name](self._fd, *args, **named)
+        return self._fd.call(name, args, named)
 
     def sdpfa_fwd(self, query: Any, key: Any, value: Any, *options: Any, **named: Any) -> Any:
         """Attention. The options are bias, mask, dropout_p, is_causal, scale; or only the last three of these."""

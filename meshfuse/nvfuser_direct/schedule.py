@@ -13,6 +13,7 @@ from ..mesh import ParallelType
 from .active import NvfuserDefinition, definition_of
 from .enums import SchedulerType
 from .kernel_params import HeuristicParams
+from .multidevice import DeviceMesh
 from .schedulers import ops_of, scheduler_of
 
 _HINTS = (
@@ -69,6 +70,9 @@ class Schedule:
     def __dir__(self) -> list[str]:
         return sorted([*(name for name in vars(type(self)) if not name.startswith("__")), *_HINTS])
 
+    def _create_device_mesh(self, devices: Any) -> DeviceMesh:
+        return DeviceMesh(devices)
+
     def _set_device_mesh(self, tensor: TensorView, mesh: Any) -> None:
         _own(self, tensor).set_device_mesh(mesh)
 
@@ -100,10 +104,10 @@ class Schedule:
         _own(self, tensor).set_allocation_domain(tensor.get_loop_domain())
 
     def cache_before(self, tensor: TensorView, *options: Any) -> TensorView:
-        return _own(self, tensor).cache_before()
+        return _own(self, tensor).cache_before(*options)
 
     def cache_after(self, tensor: TensorView, *options: Any) -> TensorView:
-        return _own(self, tensor).cache_after()
+        return _own(self, tensor).cache_after(*options)
 
     def compute_heuristics(self, *options: Any) -> HeuristicParams:
         """The module's function, for this definition where no fusion is given; the next two are alike."""

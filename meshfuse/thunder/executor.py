@@ -15,13 +15,16 @@ from thunder.core.transform_common import dce
 from thunder.extend import FusionExecutor, register_executor
 
 from ..backends.assignment import requested
+from ..definition.checks import checked_mesh
 from ..errors import caller_line
 from ..executor.spmd import named_ranks
 from ..frontends.draws import GeneratorDraws
 from ..frontends.traced import TracedDefinition
+from ..mesh import DeviceMesh
 from ..runtime.world import World
 from ..sharding.value import Sharding
 from .attention import SYMBOL, gradient, takes
+from .collectives import Taken, WholeMesh, moves_alone
 from .planning import locals_of, mesh_of, planned, take
 from .prims import MeshPrims, mesh_layout
 from .regions import Region, partition
@@ -56,11 +59,13 @@ class MeshExecutor(FusionExecutor):
     """Claims what lies between Thunder's own communication, and runs it as definitions.
 
     backend: what computes segments, as of `fd.execute`.
+    mesh: that of all ranks; Thunder's collectives along its axes are taken into regions. None to leave them alone.
     """
 
-    def __init__(self, backend: str | None) -> None:
+    def __init__(self, backend: str | None, mesh: DeviceMesh | None = None) -> None:
         super().__init__(NAME)
         self.backend = backend
+        self.whole = WholeMesh(mesh) if mesh is not None and World.current().size > 1 else None
         for symbol in (*RULES, MeshPrims.MESH_SPLIT, MeshPrims.MESH_LOCAL):
             self.register_supported(symbol, CHECKS.get(symbol))
         self.register_supported(SYMBOL, takes, grad_transform=gradient)
@@ -78,15 +83,39 @@ class MeshExecutor(FusionExecutor):
     def fusion_pass(self, trace: Any) -> Any:
         """Put definitions in the place of regions; how the tensors between them lie is planned for all of them."""
         trace = dce(trace)
-        parts, mesh = partition(trace.bound_symbols, self._fuses), mesh_of(trace.bound_symbols)
-        shardings, numbers = planned(parts, mesh), itertools.count()
+        bsyms, found = trace.bound_symbols, None
+        if self.whole is not None:
+            taken = self.whole.taken(bsyms, mesh_of(bsyms))
+            found = self._fused(bsyms, taken) if taken.moves else None
         made = from_trace(trace)
-        made.bound_symbols = [
-            self.fuse(_with_layouts(item, shardings), next(numbers)) if isinstance(item, Region) else item
-            for item in parts.items
-        ]
+        made.bound_symbols = self._fused(bsyms, Taken()) if found is None else found
         made.set_provenance(TraceProvenance("Fusion by meshfuse"))
         return made
+
+    def _fused(self, bsyms: Any, taken: Taken) -> list[Any] | None:
+        """The symbols with definitions in the place of regions; None where collectives cannot be taken in so."""
+        parts, mesh = partition(bsyms, self._fuses, taken), mesh_of(bsyms)
+        plan, numbers = planned(parts, mesh, taken), itertools.count()
+        placed = self.whole.placed(plan, parts, taken) if self.whole is not None and taken.moves else {}
+        found = [
+            self._region(item, plan, placed, taken, next(numbers)) if isinstance(item, Region) else item
+            for item in parts.items
+        ]
+        return None if None in found else found
+
+    def _region(
+        self, region: Region, plan: dict[str, Sharding], placed: dict[str, Sharding], taken: Taken, number: int
+    ) -> Any:
+        """The symbol of a region: on the mesh of the plan, or with collectives on the whole one, as `placed` there."""
+        if not any(bsym in taken for bsym in region.bsyms):
+            return self.fuse(_with_layouts(region, plan), number)
+        assert self.whole is not None
+        to = _written(region, placed, taken, self.whole)
+        axes = {move.axis for move in taken.moves.values()}
+        if not moves_alone(to.fd.compile(), axes, to.moved, World.current().rank):
+            return None
+        call, bound = RegionCall(to.fd, self.backend), _with_layouts(region, placed)
+        return _symbol(self, f"{NAME}{number}", call, list(region.inputs), list(region.outputs), bound.bound_symbols)
 
     def _fuses(self, bsym: Any) -> bool:
         tensors = [x for x in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs) if isinstance(x, TensorProxy)]
@@ -146,16 +175,38 @@ def _definition(bsyms: Iterable[Any], inputs: list[TensorProxy], outputs: list[T
     return to.fd
 
 
-def executor(backend: str | None = None) -> MeshExecutor:
+def _written(region: Region, shardings: dict[str, Sharding], taken: Taken, whole: WholeMesh) -> Translator:
+    """A region on the whole mesh, with every tensor where the plan has it."""
+    placed = {x.name: shardings[x.name] for x in (*region.inputs, *region.outputs)}
+    to = Translator(TracedDefinition(search="follow"), taken=taken, whole=whole, layouts=shardings)
+    known = {**locals_of(region.bsyms), **taken.planned}
+    for x in region.inputs:
+        if x.name in known:
+            to.take_local(x, known[x.name]._replace(sharding=placed[x.name]))
+            to.moved.update([to.locals[x.name].id] if x.name in taken.placed else [])
+        else:
+            to.take(x, placed[x.name])
+    for bsym in region.bsyms:
+        to.write(bsym)
+    for x in region.outputs:
+        to.end(x, placed[x.name])
+    return to
+
+
+def executor(backend: str | None = None, mesh: Any = None) -> MeshExecutor:
     """An executor for `thunder.jit(executors=[...])`, where it must stand before Thunder's own.
+
+    mesh: meshfuse's or torch's mesh of all ranks. Thunder's all-gathers, all-reduces and reduce-scatters along its axes
+        are then parts of regions; without it they run between them.
 
     backend: what computes segments between communications: "eager", "inductor", "nvfuser" or "auto", as of
         `fd.execute`; None is MESHFUSE_BACKEND, else "auto".
 
-    Raises DefinitionError for another backend.
+    Raises DefinitionError for another backend, and for what is no mesh.
     """
-    requested(backend, caller_line())
-    return MeshExecutor(backend)
+    line = caller_line()
+    requested(backend, line)
+    return MeshExecutor(backend, None if mesh is None else checked_mesh(mesh, line))
 
 
 register_executor(MeshExecutor(None))

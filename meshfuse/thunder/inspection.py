@@ -31,7 +31,8 @@ def definitions(jitted: Any) -> dict[str, TracedDefinition]:
 def bill(jitted: Any) -> Bill:
     """The bytes that each rank sends in the definitions of the latest traces, forward and backward.
 
-    What Thunder sends by itself, as DDP and FSDP do, is not in it. Raises DefinitionError where nothing has run yet.
+    What Thunder sends by itself is not in it: what DDP and FSDP do, unless the executor has a mesh. Raises
+    DefinitionError where nothing has run yet.
     """
     found = [bill_of(fd.latest()) for fd in definitions(jitted).values()]
     return Bill(tuple(entry for part in found for entry in part.entries))

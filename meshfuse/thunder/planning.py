@@ -13,6 +13,7 @@ from ..frontends.traced import TracedDefinition
 from ..mesh import DeviceMesh
 from ..runtime.world import World
 from ..sharding.value import Sharding
+from .collectives import Taken
 from .prims import Layout, MeshPrims
 from .regions import Partition, Region, is_annotation
 from .translate import Translator
@@ -37,25 +38,25 @@ def locals_of(bsyms: Iterable[Any]) -> Locals:
     return found
 
 
-def planned(parts: Partition, mesh: DeviceMesh) -> dict[str, Sharding]:
-    """How each input and output of a region lies, by name of the proxy.
+def planned(parts: Partition, mesh: DeviceMesh, taken: Taken) -> dict[str, Sharding]:
+    """How each input and output of a region lies, by name of the proxy; with the collectives taken in, all tensors.
 
     What symbols outside of regions make or read is whole on every rank, but for local tensors, which lie as they are
     annotated. What only goes from region to region lies as the plan of them all leaves it.
     """
-    known = locals_of(bsym for region in parts.regions for bsym in region.bsyms)
+    known = {**locals_of(bsym for region in parts.regions for bsym in region.bsyms), **taken.planned}
     found = {name: layout.sharding for name, layout in known.items()}
     for region in parts.regions:
         for x in (*region.inputs, *region.outputs):
             found.setdefault(x.name, Sharding.replicated(mesh, x.ndim))
     if len(mesh.ranks) > 1 and len(parts.regions) > 1:
-        found |= _between(parts, mesh, known)
+        found |= _between(parts, mesh, known, taken)
     return found
 
 
-def _between(parts: Partition, mesh: DeviceMesh, known: Locals) -> dict[str, Sharding]:
-    """The shardings of what goes from region to region alone, in the plan of all."""
-    joint = Translator(TracedDefinition())
+def _between(parts: Partition, mesh: DeviceMesh, known: Locals, taken: Taken) -> dict[str, Sharding]:
+    """The shardings of what goes from region to region alone, in the plan of all; of all tensors with collectives."""
+    joint = Translator(TracedDefinition(), taken=taken)
     inner: dict[str, int] = {}
     for region in parts.regions:
         for x in region.inputs:
@@ -65,7 +66,10 @@ def _between(parts: Partition, mesh: DeviceMesh, known: Locals) -> dict[str, Sha
             joint.write(bsym)
         inner |= _ended(joint, region, parts, known, mesh)
     shardings = joint.fd.compile().sharded.shardings
-    return {name: shardings[view].reduced() for name, view in inner.items() if view in shardings}
+    every = {name: view.id for name, view in joint.values.items()} if taken.moves else {}
+    kept = {**every, **inner}
+    fixed = {*known, *parts.outside, *(x.name for region in parts.regions for x in region.inputs)}.difference(inner)
+    return {name: shardings[view].reduced() for name, view in kept.items() if view in shardings and name not in fixed}
 
 
 def _ended(joint: Translator, region: Region, parts: Partition, known: Locals, mesh: DeviceMesh) -> dict[str, int]:

@@ -9,7 +9,7 @@ makes, and what Thunder computes of these. Ops on local values stay torch's.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +46,15 @@ class Partition:
         return tuple(item for item in self.items if isinstance(item, Region))
 
 
-def partition(bsyms: Sequence[Any], can_fuse: Callable[[Any], bool]) -> Partition:
-    """Cut a trace in as few regions as its order of needs allows; forward and backward have their own."""
+def partition(bsyms: Sequence[Any], can_fuse: Callable[[Any], bool], taken: Container[Any] = ()) -> Partition:
+    """Cut a trace in as few regions as its order of needs allows; forward and backward have their own.
+
+    taken: collectives of Thunder's that regions have as well, with what belongs to them.
+    """
     local = local_names(bsyms)
 
     def fuses(bsym: Any) -> bool:
-        return is_annotation(bsym) or (can_fuse(bsym) and not _reads(bsym, local))
+        return is_annotation(bsym) or bsym in taken or (can_fuse(bsym) and not _reads(bsym, local))
 
     groups = [group for part in _parts(bsyms) for group in _grouped(part, fuses)]
     kept = _kept(groups)
@@ -183,9 +186,19 @@ def _split_in_place(
     found = []
     for (_, bsyms), is_kept in zip(groups, kept, strict=True):
         own = [bsym for bsym in bsyms if bsym not in free.values()] if is_kept else bsyms
-        read = {x.name: None for bsym in own for x in bsym.flat_proxy_args if is_kept and x.name in free}
-        found.append([*(free[name] for name in read), *own])
+        found.append(list(_with_splits(own, free)) if is_kept else own)
     return found
+
+
+def _with_splits(bsyms: Sequence[Any], free: dict[str, Any]) -> Iterator[Any]:
+    """The symbols, with each mesh_split in front of the first that reads its result."""
+    written: set[str] = set()
+    for bsym in bsyms:
+        for x in bsym.flat_proxy_args:
+            if x.name in free and x.name not in written:
+                written.add(x.name)
+                yield free[x.name]
+        yield bsym
 
 
 def _items(groups: Sequence[list[Any]], kept: Sequence[bool], outside: Collection[str]) -> Iterator[Any]:

@@ -145,13 +145,14 @@ class Pair:
     eager: nn.Module
 
     @classmethod
-    def make(cls, name: str, mesh: Any, transforms: Any = ()) -> Pair:
+    def make(cls, name: str, mesh: Any, transforms: Any = (), whole: Any = None) -> Pair:
+        """`mesh` is that of tensor parallelism (None for none of it), `whole` the executor's."""
         torch.manual_seed(0)
         case = CASES[name]
         eager = case.make()
-        split = meshfuse.thunder.MeshSplit(mesh, case.plan)
-        executors = [meshfuse.thunder.executor(), *thunder.get_default_executors()]
-        jitted = thunder.jit(copy.deepcopy(eager), executors=executors, transforms=[split, *transforms])
+        splits = [] if mesh is None else [meshfuse.thunder.MeshSplit(mesh, case.plan)]
+        executors = [meshfuse.thunder.executor(mesh=whole), *thunder.get_default_executors()]
+        jitted = thunder.jit(copy.deepcopy(eager), executors=executors, transforms=[*splits, *transforms])
         return cls(case, jitted, eager)
 
     def steps(self, optimizer: Callable[..., Any], part: int = 0, parts: int = 1) -> Iterator[tuple[Any, Any]]:

@@ -24,6 +24,7 @@ CHANGES = (
     (r'"nccl"', '"gloo"'),
     (r"\.to\(self\.rank\)", '.to("cpu")'),
     (r", device_ids=\[self\.rank\]", ""),
+    (r"torch\.cuda\.get_device_capability\(\)", "(0, 0)"),
     (r"min\(torch\.cuda\.device_count\(\), 2\)", "2"),
     (r"local_rank = self\.rank % torch\.cuda\.device_count\(\)", "local_rank = self.rank"),
     (r" *torch\.cuda\.set_device\(.*\)\n", ""),
@@ -37,7 +38,20 @@ import torch
 import thunder
 import thunder.distributed as _dist
 import thunder.distributed.tensor_parallel.common as _common
+import thunder.distributed.checkpoint as _checkpoint
+import thunder.distributed.transforms.fsdp_v2 as _fsdp
+import thunder.transforms.materialization as _materialization
 _common.TransformForTensorParallel.__post_init__ = lambda self: setattr(self, "device", torch.device("cpu"))
+def _on_cpu(init):
+    def changed(self, *args, **named):
+        init(self, *args, **named)
+        self.device = torch.device("cpu")
+    return changed
+for _kind in (_fsdp.FSDPTransform, _materialization.MaterializationTransform):
+    _kind.__init__ = _on_cpu(_kind.__init__)
+if hasattr(_checkpoint, "init_device_mesh"):
+    _mesh = _checkpoint.init_device_mesh
+    _checkpoint.init_device_mesh = lambda device, *args, **named: _mesh("cpu", *args, **named)
 if os.environ.get("WITH_MESHFUSE"):
     import meshfuse.thunder
     _ours = meshfuse.thunder.executor()
@@ -50,15 +64,24 @@ if os.environ.get("WITH_MESHFUSE"):
         _list = _executor.executors_list()
         _executor.executors_list = lambda found=_list: [_ours, *found]
 """
+CONFTEST = """
+import pytest
+import torch
+
+@pytest.fixture
+def turn_off_tf32_and_set_seed():
+    torch.manual_seed(42)
+"""
 EXPECTTEST = "import unittest\nclass TestCase(unittest.TestCase):\n    pass\n"
 
 
 def write_ported(folder: Path) -> None:
-    """The ported files, and a stand-in for a package that Thunder's tests import and do not use."""
+    """The ported files, a fixture of theirs, and a stand-in for a package that they import and do not use."""
     import thunder.tests.distributed as package
 
     source = Path(package.__file__).parent
     (folder / "expecttest.py").write_text(EXPECTTEST)
+    (folder / "conftest.py").write_text(CONFTEST)
     for name in ("helper", "modules", *FILES):
         text = (source / f"{name}.py").read_text()
         for pattern, new in CHANGES:
