@@ -41,8 +41,6 @@ _HOME = {
     "CheckpointError": "errors",
     "KernelError": "errors",
     "OutOfMemoryError": "executor.kernel_errors",
-    "HostProgramBuilder": "host_programs",
-    "HostPrograms": "host_programs",
     "compile": "frontends.compiled_function",
     "optim_params": "frontends.optim_params",
     "parallelize": "frontends.parallel_module",
@@ -65,8 +63,6 @@ __all__ = [
     "DefinitionError",
     "DeviceMesh",
     "FusionDefinition",
-    "HostProgramBuilder",
-    "HostPrograms",
     "KernelError",
     "Link",
     "Machine",
@@ -128,7 +124,6 @@ if TYPE_CHECKING:
     from .frontends.pipeline.options import Pipeline
     from .frontends.precision import Precision
     from .fusion_definition import FusionDefinition
-    from .host_programs import HostProgramBuilder, HostPrograms
     from .mesh import DeviceMesh, ParallelType
     from .ops.opdef import OpDef, Partial, Sample
     from .ops.registry import register_op, unregister_op

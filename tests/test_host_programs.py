@@ -11,6 +11,7 @@ import torch
 
 import meshfuse as mf
 from meshfuse.host_ir import HostProgram
+from meshfuse.host_programs import HostProgramBuilder, HostPrograms
 from meshfuse.lowering.instructions import Collective, Free, Instruction, Wait
 
 RANKS = [0, 1, 2]
@@ -18,14 +19,14 @@ GIVEN = [torch.randn(6, 2, generator=torch.Generator().manual_seed(rank)) for ra
 STACK = torch.stack(GIVEN)
 
 
-def ran(write: Callable[[mf.HostProgramBuilder, Any], Any]) -> list[Any]:
+def ran(write: Callable[[HostProgramBuilder, Any], Any]) -> list[Any]:
     """By rank the first result of the program that `write` makes of a rank's tensor."""
 
     def program(rank: int) -> HostProgram:
-        builder = mf.HostProgramBuilder(rank)
+        builder = HostProgramBuilder(rank)
         return builder.program(write(builder, builder.input("x", [6, 2])))
 
-    found = mf.HostPrograms(program(rank) for rank in RANKS).simulate({rank: [GIVEN[rank]] for rank in RANKS})
+    found = HostPrograms(program(rank) for rank in RANKS).simulate({rank: [GIVEN[rank]] for rank in RANKS})
     return [found[rank][0] for rank in RANKS]
 
 
@@ -53,7 +54,7 @@ def test_a_collective(name: str) -> None:
 
 
 def test_messages_go_around_while_a_kernel_runs() -> None:
-    def write(b: mf.HostProgramBuilder, x: Any) -> Any:
+    def write(b: HostProgramBuilder, x: Any) -> Any:
         sent = b.send(x, 1, RANKS) if b.rank == 0 else None
         got = b.recv([6, 2], torch.float32, (b.rank - 1) % 3, RANKS)
         sent = sent or b.send(x, (b.rank + 1) % 3, RANKS)
@@ -71,7 +72,7 @@ def top_two(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_functions_and_kernels_of_equal_names() -> None:
-    def write(b: mf.HostProgramBuilder, x: Any) -> Any:
+    def write(b: HostProgramBuilder, x: Any) -> Any:
         values, places = b.call(top_two, x)
         assert (values.shape, places.dtype) == ((2, 2), torch.int64)
         made = [
@@ -101,7 +102,7 @@ def test_a_program_of_a_definition_is_edited() -> None:
             body.insert(body.index(call) + 1, Wait(call.work))
         return dataclasses.replace(program, instructions=tuple(body))
 
-    programs = mf.HostPrograms(early(fd.host_program(rank)) for rank in range(2))
+    programs = HostPrograms(early(fd.host_program(rank)) for rank in range(2))
     whole = torch.randn(4, 6), torch.randn(6, 4)
     given = {r: [whole[0][:, 3 * r : 3 * r + 3], whole[1][3 * r : 3 * r + 3]] for r in range(2)}
     wanted = whole[0] @ whole[1] + whole[0].sum(1, True).exp()
@@ -123,7 +124,7 @@ def test_a_broken_program_names_its_instruction() -> None:
 
     def of(body: Sequence[Instruction]) -> str:
         edited = dataclasses.replace(program, instructions=tuple(body))
-        return error_of(lambda: mf.HostPrograms([edited, *others]))
+        return error_of(lambda: HostPrograms([edited, *others]))
 
     body = list(program.instructions)
     wait = next(i for i in body if isinstance(i, Wait))
@@ -140,17 +141,17 @@ def test_a_broken_program_names_its_instruction() -> None:
     assert of([*body, "w0.wait()"]).startswith(  # type: ignore[list-item]
         "the host program of rank 0: found 'w0.wait()', needed instructions. They are classes of "
     )
-    fit = error_of(lambda: mf.HostPrograms([program, others[0]]))
+    fit = error_of(lambda: HostPrograms([program, others[0]]))
     assert fit.startswith("the host programs of these ranks do not fit together: found a rank is missing in (0, 1, 2)")
 
 
 def _reduced(rank: int) -> HostProgram:
-    b = mf.HostProgramBuilder(rank)
+    b = HostProgramBuilder(rank)
     return b.program(b.kernel("last", "z = y + 1", "z", y=b.wait(b.all_reduce(b.input("x", [2]), RANKS))))
 
 
-def builder() -> tuple[mf.HostProgramBuilder, Any]:
-    b = mf.HostProgramBuilder(0)
+def builder() -> tuple[HostProgramBuilder, Any]:
+    b = HostProgramBuilder(0)
     return b, b.input("x", [3, 2])
 
 
@@ -166,7 +167,7 @@ def never_waits(b: Any, x: Any) -> Any:
 
 
 WRONG: dict[str, tuple[Callable[..., Any], str]] = {
-    "rank": (lambda b, x: mf.HostProgramBuilder(-1), "HostProgramBuilder: rank: found -1, needed the number of a rank"),
+    "rank": (lambda b, x: HostProgramBuilder(-1), "HostProgramBuilder: rank: found -1, needed the number of a rank"),
     "input": (lambda b, x: b.input("x", [1]), "input: name: found 'x', needed a name of Python's that is free"),
     "shape": (lambda b, x: b.input("y", [-1]), "shape: found [-1], needed a list of sizes. Give this rank's own sizes"),
     "dtype": (lambda b, x: b.input("y", [1], "float"), "dtype: found 'float', needed a dtype of torch's"),
@@ -216,7 +217,7 @@ def test_calls_that_no_program_has(name: str) -> None:
 
 
 def test_arguments_that_do_not_fit() -> None:
-    programs, x = mf.HostPrograms([_reduced(rank) for rank in RANKS]), torch.ones(2)
+    programs, x = HostPrograms([_reduced(rank) for rank in RANKS]), torch.ones(2)
     found = error_of(lambda: programs.simulate({0: [x]}), mf.ArgumentError)
     assert "needed a list of arguments for each of [0, 1, 2]. Pass {rank: [tensor, ...], ...}." in found
     found = error_of(lambda: programs.simulate({0: [x], 1: [x, x], 2: [x]}), mf.ArgumentError)
@@ -226,14 +227,14 @@ def test_arguments_that_do_not_fit() -> None:
     found = error_of(lambda: programs.execute([x]), mf.ArgumentError)
     assert found.startswith("execute on rank 0 of 1: found programs of ranks [0, 1, 2], needed a program of this rank")
     assert "HostPrograms: no program of that rank: found 3" in error_of(lambda: programs[3], mf.ArgumentError)
-    assert "found programs of ranks [0, 0]" in error_of(lambda: mf.HostPrograms([_reduced(0), _reduced(0)]))
-    assert "HostPrograms: found 1, needed host programs." in error_of(lambda: mf.HostPrograms([1]))  # type: ignore[list-item]
+    assert "found programs of ranks [0, 0]" in error_of(lambda: HostPrograms([_reduced(0), _reduced(0)]))
+    assert "HostPrograms: found 1, needed host programs." in error_of(lambda: HostPrograms([1]))  # type: ignore[list-item]
 
 
 def test_a_kernel_that_fails_is_named() -> None:
-    b = mf.HostProgramBuilder(0)
+    b = HostProgramBuilder(0)
     x = b.input("x", [2])
-    programs = mf.HostPrograms([b.program(b.kernel("last", "z = y @ y", "z", y=x))])
+    programs = HostPrograms([b.program(b.kernel("last", "z = y @ y", "z", y=x))])
     with pytest.raises(
         mf.KernelError, match=r"\(last\) cannot be computed on rank 0.*in `z = y @ y`.*test_host_programs"
     ):
@@ -244,8 +245,8 @@ def test_two_ends_that_all_wait_to_connect() -> None:
     """Each message has a group of its own, in a ring."""
 
     def program(rank: int) -> HostProgram:
-        b = mf.HostProgramBuilder(rank)
+        b = HostProgramBuilder(rank)
         pending = [b.send(b.input("x", [2]), (rank + 1) % 3), b.recv([2], torch.float32, (rank - 1) % 3)]
         return b.program([b.wait(p) for p in pending][1])
 
-    assert "found ranks wait for each other" in error_of(lambda: mf.HostPrograms(map(program, RANKS)))
+    assert "found ranks wait for each other" in error_of(lambda: HostPrograms(map(program, RANKS)))

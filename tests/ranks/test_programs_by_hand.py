@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from meshfuse.host_programs import HostProgramBuilder, HostPrograms
+
 pytestmark = pytest.mark.ranks
 
 
@@ -13,9 +15,7 @@ def program(rank: int, factor: int = 2) -> Any:
     """A product over split columns, reduced and scattered while more is computed, then gathered; and a message."""
     import torch
 
-    import meshfuse as mf
-
-    b = mf.HostProgramBuilder(rank)
+    b = HostProgramBuilder(rank)
     x, w = b.input("x", [4, 3]), b.input("w", [3, 2])
     part = b.reduce_scatter(b.kernel("product", "y = x @ w", "y", x=x, w=w), [0, 1])
     scaled = b.kernel("scaled", f"y = x * {factor}", "y", x=x)
@@ -33,7 +33,7 @@ def on_rank_run() -> tuple[bool, bool]:
 
     torch.manual_seed(0)
     x, w, rank = torch.randn(4, 6), torch.randn(6, 2), mf.World.current().rank
-    programs = mf.HostPrograms(program(r) for r in range(2))
+    programs = HostPrograms(program(r) for r in range(2))
     for _ in range(2):
         whole, sent = programs.execute([x[:, 3 * rank : 3 * rank + 3], w[3 * rank : 3 * rank + 3]])
     assert whole is not None
@@ -54,7 +54,7 @@ def on_rank_disagree() -> str:
     import meshfuse as mf
 
     rank = mf.World.current().rank
-    programs = mf.HostPrograms(program(r, 2 + rank) for r in range(2))
+    programs = HostPrograms(program(r, 2 + rank) for r in range(2))
     with pytest.raises(mf.RankError) as error:
         programs.execute([torch.randn(4, 3), torch.randn(3, 2)])
     return str(error.value)
