@@ -41,6 +41,7 @@ def run_forked(folder: Path, script: Path, *words: str) -> str:
 
 PAGES = [
     ("README.md", "readme.py"), ("docs/context-parallel.md", "ring.py"), ("docs/models.md", "models.py"),
+    ("docs/parallelism.md", "parallelism.py"),
     ("docs/session.md", "session.py"), ("docs/recipes.md", "recipes.py"),
     ("docs/training.md", "training.py"), ("docs/from-dtensor.md", "from_dtensor.py"),
     ("docs/from-megatron.md", "from_megatron.py"), ("docs/from-jax.md", "from_jax.py"),
