@@ -53,7 +53,7 @@ _HOME = {
     "load": "checkpoint",
 }
 # Modules that users name in full. They are no part of `from meshfuse import *`, which would load them.
-_MODULES = ("costs", "nvfuser_direct", "session", "testing", "thunder")
+_MODULES = ("costs", "host_programs", "nvfuser_direct", "session", "testing", "thunder")
 __all__ = [
     "FSDP",
     "ArgumentError",
@@ -97,6 +97,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from . import costs as costs
+    from . import host_programs as host_programs
     from . import nvfuser_direct as nvfuser_direct
     from . import session as session
     from . import testing as testing
