@@ -112,7 +112,7 @@ def _sharding(mesh: DeviceMesh, fsdp: Any, line: SourceLine) -> FSDP | None:
     if fsdp is None:
         return None
     given = fsdp if isinstance(fsdp, FSDP) else None
-    axes = given.axes if given is not None else (fsdp,) if isinstance(fsdp, str) else fsdp
+    axes: Any = given.axes if given is not None else (fsdp,) if isinstance(fsdp, str) else fsdp
     wrong = [axis for axis in axes if axis not in mesh.names] if isinstance(axes, (list, tuple)) else [fsdp]
     if given is not None and given.replicate is not None and given.replicate not in set(mesh.names) - set(axes):
         wrong = [given.replicate]

@@ -23,7 +23,8 @@ class Ops(OpNamespace):
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name in COMMUNICATIONS:
             return functools.partial(COMMUNICATIONS[name], self._fd)
-        return super().__getattr__(name)
+        ops: Any = super()  # The stub of its class has no __getattr__, so that typos are errors.
+        return ops.__getattr__(name)
 
     def __dir__(self) -> list[str]:
         return sorted([*super().__dir__(), *COMMUNICATIONS])

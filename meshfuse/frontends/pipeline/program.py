@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...definition.annotation import layouts_of_spec
+from ...errors import SourceLine
 from ...mesh import DeviceMesh
 from ...runtime.world import World
 from ...sharding.value import Sharding
@@ -18,6 +19,7 @@ from ..plans import Spec
 from .stages import Crossing, StageGraph
 
 Values = dict[Source, torch.Tensor]
+NOWHERE = SourceLine("<pipeline>", 0)  # Of what no user has written.
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class StageProgram:
 
 def sharding_of(crossing: Crossing, specs: Mapping[int, Spec], mesh: DeviceMesh) -> Sharding:
     """How a crossing tensor lies on a stage's mesh."""
-    layouts = layouts_of_spec(crossing.name, mesh, specs[crossing.place], len(crossing.shape), None)
+    layouts = layouts_of_spec(crossing.name, mesh, specs[crossing.place], len(crossing.shape), NOWHERE)
     return Sharding.make(mesh, layouts, crossing.shape)
 
 
