@@ -43,6 +43,7 @@ from .pipeline.with_loss import TARGET
 from .placing import Place, Places, check_same_weights, check_world, connect_again, place_mesh_of, place_parameters
 from .plans import ModulePlan, Spec, checked_specs, module_plan
 from .precision import Precision
+from .recompute import mark_recomputed, recomputed_modules
 
 STATE = "_meshfuse"
 
@@ -52,6 +53,7 @@ def parallelize(
     fsdp: Any = None, dynamic: Mapping[str, Sequence[int]] | None = None, precision: Precision | None = None,
     backend: str | None = None, max_memory: float | None = None, fallback: str | None = None,
     pipeline: Pipeline | None = None, loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    checkpoint: str | Sequence[str] | None = None,
 ) -> Any:  # fmt: skip
     """Have a module's forward and backward run as programs over a mesh; returns the module itself.
 
@@ -72,6 +74,7 @@ def parallelize(
     fallback: "replicate" has ops that meshfuse lacks computed whole on every rank.
     pipeline: stages over an axis of the mesh, and micro-batches (`mf.Pipeline`): the model then runs by `step`. On
         ranks that a launcher started, parameters that other stages have are None.
+    checkpoint: patterns of modules whose activations are computed again in the backward: of each its result is kept.
     loss: for `step`: a function of the model's result and a target; None where the model returns a loss itself.
 
     Raises DefinitionError for a plan, mesh or names that do not fit the module, ArgumentError for a mesh of other ranks
@@ -88,7 +91,8 @@ def parallelize(
         specs = checked_specs("inputs", inputs, [*names, *([TARGET] if loss is not None else [])], found, line)
         sizes = checked_specs("dynamic", dynamic, names, found, line)
         requested(backend, line)
-        options = Options(specs, sizes, precision, backend, max_memory, fallback == "replicate")
+        again = recomputed_modules(module, checkpoint, line)
+        options = Options(specs, sizes, precision, backend, max_memory, fallback == "replicate", again)
         where = module_plan(module, found, plan, fsdp, specs, line)
         device = _device(module, mesh)
         check_same_weights(module, World.current().all_ranks, "every rank")
@@ -125,7 +129,7 @@ def _stepper(module: nn.Module, state: State, assignment: Assignment, elsewhere:
     given = state.options
     options = StepOptions(
         tuple(state.names), given.inputs, given.precision, given.backend, given.max_memory, given.replicate, loss,
-        state.line,
+        state.line, given.recomputed,
     )  # fmt: skip
     return Stepper(
         module, assignment, options, state.plan, state.places, state.parameters, elsewhere,
@@ -190,6 +194,7 @@ class Options:
     backend: str | None
     max_memory: float | None
     replicate: bool
+    recomputed: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -428,6 +433,7 @@ def _captured(module: Any, state: State, arguments: Arguments, line: SourceLine,
             state.graphs[key] = captured(
                 entry, args, kwargs, device, line, scalars_only=numbers_only, dtype=dtype, given=arguments.text
             )
+            mark_recomputed(state.graphs[key], options.recomputed)
     return state.graphs[key]
 
 

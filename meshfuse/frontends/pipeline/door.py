@@ -22,6 +22,7 @@ from ..joint import Setting
 from ..placing import Place, Places
 from ..plans import ModulePlan, Spec
 from ..precision import Precision
+from ..recompute import mark_recomputed
 from .assign import Assignment
 from .elsewhere import Elsewhere
 from .micro_batches import MicroBatches, micro_batches
@@ -44,6 +45,7 @@ class StepOptions:
     replicate: bool
     loss: Callable[[Any, Any], torch.Tensor] | None
     line: SourceLine
+    recomputed: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -176,6 +178,7 @@ class Stepper:
                 whole, args, kwargs, self.places.device, line, scalars_only=True, dtype=dtype, given=arguments.text
             )
         check_loss(found.of_kind("result")[0][0].meta["val"], line)
+        mark_recomputed(found, self.options.recomputed)
         return found
 
     def _setting(self, arguments: Arguments, call: Call) -> Setting:
