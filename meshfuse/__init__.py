@@ -46,6 +46,7 @@ _HOME = {
     "parallelize": "frontends.parallel_module",
     "FSDP": "frontends.fsdp",
     "Pipeline": "frontends.pipeline.options",
+    "plan": "frontends.automatic",
     "Precision": "frontends.precision",
     "visualize": "report.visualize",
     "Cluster": "cluster",
@@ -87,6 +88,7 @@ __all__ = [
     "load",
     "optim_params",
     "parallelize",
+    "plan",
     "register_op",
     "save",
     "shard_tensor",
@@ -118,6 +120,7 @@ if TYPE_CHECKING:
     )
     from .executor.kernel_errors import OutOfMemoryError
     from .executor.shards import shard_tensor
+    from .frontends.automatic import plan
     from .frontends.compiled_function import compile
     from .frontends.fsdp import FSDP
     from .frontends.optim_params import optim_params

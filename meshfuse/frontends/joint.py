@@ -112,10 +112,10 @@ class Step:
 def planned(graph: Captured, setting: Setting) -> Step:
     """Plan a captured graph for arguments of these shapes, and cut it."""
     with no_collection():
-        return _Planner(graph, setting).step()
+        return JointWriter(graph, setting).step()
 
 
-class _Planner:
+class JointWriter:
     """Writes the joint definition and the two halves of one graph."""
 
     def __init__(self, graph: Captured, setting: Setting) -> None:
@@ -160,6 +160,17 @@ class _Planner:
 
     def _joint(self) -> tuple[TracedDefinition, dict[Node, Sharding]]:
         """The joint definition, and the shardings in which it has what the halves hand on."""
+        made, kept = self.written()
+        compiled = made.fd.compile()
+        left = compiled.output_shardings()
+        found = {node: compiled.sharded.shardings.get(view.id) for node, view in kept.items()}
+        results = self._results()
+        ends = {node: left[place] for place, (node, _) in enumerate(results)}
+        both = {node: s.reduced() for node, s in (found | ends).items() if s is not None}
+        return made.fd, {node: s for node, s in both.items() if _sayable(s, node, self.sizes)}
+
+    def written(self) -> tuple[Translator, dict[Node, TensorView]]:
+        """The joint definition, and what of it the halves hand on."""
         made = self._writer()
         self._take(made, self._inputs())
         self._write(made, self.cut.forward)
@@ -171,13 +182,12 @@ class _Planner:
         kept |= {node: made.values[node] for node in self.held}
         for part in self.parts:
             self._finish_backward(made, part)
-        compiled = made.fd.compile()
-        left = compiled.output_shardings()
-        found = {node: compiled.sharded.shardings.get(view.id) for node, view in kept.items()}
-        results = self._results()
-        ends = {node: left[place] for place, (node, _) in enumerate(results)}
-        both = {node: s.reduced() for node, s in (found | ends).items() if s is not None}
-        return made.fd, {node: s for node, s in both.items() if _sayable(s, node, self.sizes)}
+        return made, kept
+
+    def ends(self) -> list[Source]:
+        """What the outputs of the joint definition are."""
+        forward = [source for _, source in (*self._results(), *self._mutations())]
+        return [*forward, *(source for part in self.parts for _, source in part.ends)]
 
     def _inputs(self) -> list[Node]:
         """All inputs that are read."""

@@ -41,6 +41,7 @@ from .pipeline.orders import named
 from .pipeline.schedule import Schedule
 from .pipeline.with_loss import TARGET
 from .placing import Place, Places, check_same_weights, check_world, connect_again, place_mesh_of, place_parameters
+from .plan_value import Plan
 from .plans import ModulePlan, Spec, checked_specs, module_plan
 from .precision import Precision
 from .recompute import mark_recomputed, recomputed_modules
@@ -64,7 +65,8 @@ def parallelize(
     mesh: an `mf.DeviceMesh`, or torch's.
     plan: where weights lie: a dict of patterns of full names (`{"layers.*.fc1": "colwise", "head.weight": ["tp", None],
         "layers.*.mlp:output": ["dp", None, "tp"]}`), with specs as `fd.mesh_split` takes them, Hugging Face's styles by
-        name, or torch's ParallelStyle objects; "hf" for the plan that a model of transformers has.
+        name, or torch's ParallelStyle objects; "hf" for the plan of a model of transformers; or what `mf.plan` has
+        found, which says how inputs are cut as well.
     inputs: by name of the forward's arguments how they are cut. A plain tensor is this rank's shard; a DTensor says its
         own placements. Arguments that are not named are whole on every rank.
     fsdp: how every parameter is cut as well, to be gathered for its use alone: an `mf.FSDP`, or the axes of one.
@@ -88,6 +90,9 @@ def parallelize(
         stages = _assignment(module, whole, pipeline, loss, line)
         found, precision = stages.mesh_here(), _precision(precision, fsdp)
         names = list(inspect.signature(module.forward).parameters)
+        if isinstance(plan, Plan):
+            plan.check_mesh(found, line)
+            inputs = plan.inputs if inputs is None else inputs
         specs = checked_specs("inputs", inputs, [*names, *([TARGET] if loss is not None else [])], found, line)
         sizes = checked_specs("dynamic", dynamic, names, found, line)
         requested(backend, line)

@@ -19,6 +19,7 @@ from ..mesh import DeviceMesh
 from ..sharding.layout import Split
 from .fsdp import FSDP, units_of, without_axes
 from .patterns import matching, nearest
+from .plan_value import Plan
 
 Spec = tuple[Any, ...]
 
@@ -54,6 +55,7 @@ class ModulePlan:
     sharding: how parameters are fully sharded as well; None for not.
     units: by parameter the unit with which it is gathered.
     tensor_axis: the axis of tensor parallelism; None where no style names one.
+    is_free: whether parameters may be moved along all axes, as an automatic plan has found.
     """
 
     mesh: DeviceMesh
@@ -62,6 +64,7 @@ class ModulePlan:
     sharding: FSDP | None = None
     tensor_axis: str | None = None
     units: Mapping[str, str] = field(default_factory=dict)
+    is_free: bool = False
 
     @property
     def fsdp(self) -> tuple[str, ...]:
@@ -76,6 +79,8 @@ class ModulePlan:
 
     def stays(self, spec: Spec | None) -> list[str]:
         """The axes along which a parameter of this spec stays, and ops come to it: all but those of fsdp."""
+        if self.is_free:
+            return []
         lists = [e if isinstance(e, (list, tuple)) and not isinstance(e, Split) else [e] for e in spec or ()]
         named = {split.axis if isinstance(split, Split) else split for entry in lists for split in entry}
         return [axis for axis in self.mesh.names if axis in named and axis not in self.fsdp]
@@ -95,6 +100,8 @@ def module_plan(
     """
     sharding = _sharding(mesh, fsdp, line)
     cut_over = sharding.axes if sharding is not None else ()
+    is_free = isinstance(plan, Plan)
+    plan = plan.parameters if isinstance(plan, Plan) else plan
     entries = _entries(module, plan, line)
     reader = _Reader(module, mesh, cut_over, inputs, line)
     for pattern, value in entries.items():
@@ -104,7 +111,7 @@ def module_plan(
     for name, spec in found.items():
         layouts_of_spec(name, mesh, spec, len(sizes[name]), line)
     units = units_of(module, sharding) if sharding is not None else {}
-    return ModulePlan(mesh, found, reader.outputs, sharding, reader.tensor_axis, units)
+    return ModulePlan(mesh, found, reader.outputs, sharding, reader.tensor_axis, units, is_free)
 
 
 def _sharding(mesh: DeviceMesh, fsdp: Any, line: SourceLine) -> FSDP | None:
@@ -133,8 +140,8 @@ def _entries(module: nn.Module, plan: Any, line: SourceLine) -> Mapping[str, Any
         return plan
     if plan == "auto":
         raise user_error(
-            'parallelize: plan="auto"', "", "a plan that says where weights lie: automatic plans are not there yet",
-            'Pass plan="hf" or a dict of patterns.', line,
+            'parallelize: plan="auto"', "no shapes of arguments, which the best plan depends on",
+            "what mf.plan returns", "Pass plan=mf.plan(model, mesh, *arguments).", line,
         )  # fmt: skip
     if plan != "hf":
         raise user_error("parallelize: plan", shown(plan), '"hf", or a dict of patterns of full names', "", line)
