@@ -11,7 +11,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -92,7 +92,7 @@ def captured(
         stack.enter_context(_quiet())
         stack.enter_context(faked(module, device, dtype))
         try:
-            return _traced(stack, module, args, kwargs, scalars_only)
+            return _with_first_names(_traced(stack, module, args, kwargs, scalars_only), module)
         except MeshfuseError:
             raise
         except (TorchDynamoException, UserError, RuntimeError, NotImplementedError) as error:
@@ -119,6 +119,19 @@ def _traced(
         if desc is not None
     ]
     return Captured(joint.graph_module, tuple(inputs), tuple(outputs), joint.out_spec, scalars_only)
+
+
+def _with_first_names(graph: Captured, module: nn.Module) -> Captured:
+    """The graph with tied parameters under the first of their names, as `named_parameters` has them."""
+    first = {id(p): name.removeprefix(f"{INNER}.") for name, p in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    names = {name.removeprefix(f"{INNER}."): first[id(p)] for name, p in every}
+
+    def renamed(pairs: Sequence[tuple[Any, Source]]) -> tuple[tuple[Any, Source], ...]:
+        return tuple((node, replace(s, name=names.get(s.name, s.name)) if "parameter" in (s.kind, s.of) else s)
+                     for node, s in pairs)  # fmt: skip
+
+    return replace(graph, inputs=renamed(graph.inputs), outputs=renamed(graph.outputs))
 
 
 def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Source:

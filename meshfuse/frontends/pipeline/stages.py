@@ -144,7 +144,9 @@ class _Owners:
             self.stage[node] = there
 
     def _is_free(self, node: Node) -> bool:
-        """Whether a node depends on no weight and no gradient, and draws no random numbers."""
+        """Whether a node depends on no weight and no gradient, and draws no random numbers; or is a size."""
+        if _is_size(node):
+            return True
         drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         return not drawn and all(self.is_everywhere(read) for read in node.all_input_nodes)
 
@@ -269,8 +271,13 @@ def _needed(ends: Sequence[Node], owners: _Owners, stage: int) -> tuple[set[Node
             outside[node] = None
         else:
             inside.add(node)
-            waiting += node.all_input_nodes
+            waiting += () if _is_size(node) else node.all_input_nodes
     return inside, list(outside)
+
+
+def _is_size(node: Node) -> bool:
+    """Whether a node is a number, which is known, and no tensor."""
+    return node.op == "call_function" and not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
 
 
 class _Builder:
@@ -294,7 +301,9 @@ class _Builder:
         for node in received:
             self._placeholder(node, Source("argument", place=self.crossings[node].place))
         for node in self.owners.nodes:
-            if node in inside:
+            if node in inside and _is_size(node):
+                self._placeholder(node, Source("size", node.name))
+            elif node in inside:
                 self.made_of[node] = self.new.node_copy(node, self.made_of.__getitem__)
         outputs = self._outputs()
         self.new.output([node for node, _ in outputs])
@@ -307,7 +316,7 @@ class _Builder:
         losses = sum(source.kind == "result" for _, source in self.ends)
         place = sum(node in self.owners.forward for node in self.sent)
         for node, source in self.whole.inputs:
-            if node not in inside:
+            if node not in inside and source.kind != "argument":  # Sizes follow from arguments.
                 continue
             if node.op == "get_attr":
                 self.made_of[node] = self.new.node_copy(node)
