@@ -39,10 +39,11 @@ class StageProgram:
         inputs = [values[source] for source in half.inputs]
         if seed is not None and any(node.draws for node in half.fd.recording.nodes):
             half.fd.seed_with(seed)
-        if World.current().size == 1:
-            outputs = half.fd.simulate(inputs)
-        else:
-            outputs = half.fd.execute(inputs, idle_ranks=True, backend=backend)
+        with torch.no_grad():  # The backward is a program of its own.
+            if World.current().size == 1:
+                outputs = half.fd.simulate(inputs)
+            else:
+                outputs = half.fd.execute(inputs, idle_ranks=True, backend=backend)
         return dict(zip(half.outputs, outputs, strict=True))
 
     def read_later(self) -> list[Source]:
