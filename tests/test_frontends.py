@@ -135,7 +135,7 @@ def test_modes_buffers_and_sizes() -> None:
     model.eval(), eager.eval()
     with torch.no_grad():
         assert difference(model(x, scale=2.0), eager(x, scale=2.0)) < 1e-5
-    from meshfuse.frontends.parallel_module import STATE
+    from meshfuse.frontends.module_state import STATE
 
     state = getattr(model, STATE)
     assert len(state.runners) == 4 and len(state.graphs) == 2  # three sizes of one graph, and one without gradients
@@ -171,7 +171,7 @@ class Checkpointed(nn.Module):
 
 
 def saved_by(model: Any) -> int:
-    from meshfuse.frontends.parallel_module import STATE
+    from meshfuse.frontends.module_state import STATE
 
     return getattr(model, STATE).last.step.saved
 

@@ -7,7 +7,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,11 +24,11 @@ from ..runtime.world import World
 from .autograd import Runner
 from .calls import Arguments, Call, read_call
 from .capture import Captured, captured
-from .draws import GeneratorDraws
 from .fsdp import FSDP
 from .joint import Half, Setting, planned
 from .kv_caches import WithCaches
 from .loading import init_weights, load
+from .module_state import STATE, Options, State
 from .patterns import matches, nearest
 from .pipeline.assign import Assignment, assigned
 from .pipeline.assign import whole as on_all_ranks
@@ -40,13 +39,11 @@ from .pipeline.options import Pipeline
 from .pipeline.orders import named
 from .pipeline.schedule import Schedule
 from .pipeline.with_loss import TARGET
-from .placing import Place, Places, check_same_weights, check_world, connect_again, place_mesh_of, place_parameters
+from .placing import Places, check_same_weights, check_world, connect_again, place_mesh_of, place_parameters
 from .plan_value import Plan
-from .plans import ModulePlan, Spec, checked_specs, module_plan
+from .plans import ModulePlan, checked_specs, module_plan
 from .precision import Precision
 from .recompute import mark_recomputed, recomputed_modules
-
-STATE = "_meshfuse"
 
 
 def parallelize(
@@ -187,49 +184,6 @@ def _device(module: nn.Module, mesh: Any) -> torch.device:
         return real
     kind = getattr(mesh, "device_type", "cuda" if torch.cuda.is_available() else "cpu")
     return torch.device("cuda", World.current().local_rank) if kind == "cuda" else torch.device(kind)
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What a user has asked for, beside the plan."""
-
-    inputs: Mapping[str, Spec]
-    dynamic: Mapping[str, Spec]
-    precision: Precision | None
-    backend: str | None
-    max_memory: float | None
-    replicate: bool
-    recomputed: tuple[str, ...] = ()
-
-
-@dataclass(slots=True, eq=False)
-class State:
-    """What a parallel module knows: its plan, where its parameters lie, and the programs of its calls.
-
-    runners: by what a program depends on.
-    graphs: what was captured, by what that depends on.
-    tables: the modules and the parameters, in order.
-    names: of the forward's arguments.
-    parts: into how many parts the heads of a new cache are cut, of which a rank has one.
-    all_results: whether gradients came for other results than numbers.
-    last: what ran last.
-    stepper: runs `step`; None for a function.
-    """
-
-    plan: ModulePlan
-    options: Options
-    places: Places
-    parameters: dict[str, Place]
-    line: SourceLine
-    runners: dict[Any, Runner] = field(default_factory=dict)
-    last: Runner | None = None
-    graphs: dict[Any, Captured] = field(default_factory=dict)
-    draws: GeneratorDraws = field(default_factory=GeneratorDraws)
-    all_results: bool = False
-    tables: tuple[Any, Any] = ((), ())
-    names: list[str] = field(default_factory=list)
-    parts: int = 1
-    stepper: Stepper | None = None
 
 
 class ParallelModule(nn.Module):

@@ -18,7 +18,8 @@ from ..errors import ArgumentError, shown, user_error
 from ..executor.dtensor import is_dtensor
 from ..frontends.autograd import Runner
 from ..frontends.calls import names_of_leaves
-from ..frontends.parallel_module import STATE, State, parallelize, rejoin, seed_draws
+from ..frontends.module_state import STATE, State
+from ..frontends.parallel_module import parallelize, rejoin, seed_draws
 from ..mesh import DeviceMesh
 from ..sharding.value import Sharding
 from . import torch_group

@@ -68,7 +68,7 @@ def test_a_llama_by_its_own_plan() -> None:
 
 
 def test_generation_is_equal_token_by_token() -> None:
-    from meshfuse.frontends.parallel_module import STATE
+    from meshfuse.frontends.module_state import STATE
 
     model, eager, found = example("llama")
     mf.parallelize(model.eval(), mf.DeviceMesh((2,), ("tp",)), "hf")

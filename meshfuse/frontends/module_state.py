@@ -1,0 +1,61 @@
+"""What a parallel module knows of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import SourceLine
+from .autograd import Runner
+from .capture import Captured
+from .draws import GeneratorDraws
+from .pipeline.door import Stepper
+from .placing import Place, Places
+from .plans import ModulePlan, Spec
+from .precision import Precision
+
+STATE = "_meshfuse"  # The attribute of a module that has it.
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a user has asked for, beside the plan."""
+
+    inputs: Mapping[str, Spec]
+    dynamic: Mapping[str, Spec]
+    precision: Precision | None
+    backend: str | None
+    max_memory: float | None
+    replicate: bool
+    recomputed: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class State:
+    """What a parallel module knows: its plan, where its parameters lie, and the programs of its calls.
+
+    runners: by what a program depends on.
+    graphs: what was captured, by what that depends on.
+    tables: the modules and the parameters, in order.
+    names: of the forward's arguments.
+    parts: into how many parts the heads of a new cache are cut, of which a rank has one.
+    all_results: whether gradients came for other results than numbers.
+    last: what ran last.
+    stepper: runs `step`; None for a function.
+    """
+
+    plan: ModulePlan
+    options: Options
+    places: Places
+    parameters: dict[str, Place]
+    line: SourceLine
+    runners: dict[Any, Runner] = field(default_factory=dict)
+    last: Runner | None = None
+    graphs: dict[Any, Captured] = field(default_factory=dict)
+    draws: GeneratorDraws = field(default_factory=GeneratorDraws)
+    all_results: bool = False
+    tables: tuple[Any, Any] = ((), ())
+    names: list[str] = field(default_factory=list)
+    parts: int = 1
+    stepper: Stepper | None = None
