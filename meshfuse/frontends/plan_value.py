@@ -69,7 +69,8 @@ class Plan:
         try:
             read = json.loads(Path(path).read_text())
             specs = [{n: tuple(spec) for n, spec in read[part].items()} for part in ("parameters", "inputs")]
-            return cls(tuple(read["axes"].items()), *specs, float(read["seconds"]), float(read["memory"]))
+            axes, costs = tuple(read["axes"].items()), (float(read["seconds"]), float(read["memory"]))
+            return cls(axes, specs[0], specs[1], costs[0], costs[1])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise user_error(f"plan: {path}", f"{type(error).__name__}: {error}", "a file that Plan.save has written",
                              "", line) from None  # fmt: skip
