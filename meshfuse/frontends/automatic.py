@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..definition.checks import checked_mesh
 from ..errors import SourceLine, caller_line, located, shown, user_error
@@ -20,10 +19,10 @@ from ..mesh import DeviceMesh
 from ..sharding.layout import axes
 from ..sharding.value import Sharding
 from .calls import Arguments, read_call
-from .capture import Captured, Source, captured
+from .capture import Source
 from .joint import JointWriter, Setting
 from .patterns import matches
-from .pipeline.with_loss import TARGET, WithLoss, check_loss
+from .pipeline.with_loss import TARGET, WithLoss, captured_loss
 from .plan_value import Plan, axes_in
 from .plans import ModulePlan, Spec, checked_specs, module_plan
 
@@ -51,25 +50,20 @@ def plan(
             raise user_error("plan: module", shown(module), "an nn.Module", "Pass a model.", line)
         found = checked_mesh(mesh, line)
         whole = WithLoss(module, loss)
-        names = _argument_names(module, loss, len(args))
+        names = whole.argument_names(list(inspect.signature(module.forward).parameters), len(args))
         specs = checked_specs("inputs", inputs, [*names, TARGET], found, line)
         given = module_plan(module, found, keep, None, specs, line)
-        kept = {name: spec for name, spec in given.parameters.items() if axes_in(spec) or _is_kept(module, name, keep)}
+        kept = {name: spec for name, spec in given.parameters.items() if axes_in(spec) or _is_kept(name, keep)}
         return _planned(whole, found, (args, kwargs), names, specs, kept, max_memory, line)
 
 
-def _argument_names(module: nn.Module, loss: Any, count: int) -> list[str]:
-    names = list(inspect.signature(module.forward).parameters)
-    return names if loss is None else [*names[: max(count - 1, 0)], TARGET]
-
-
-def _is_kept(module: nn.Module, name: str, keep: Any) -> bool:
+def _is_kept(name: str, keep: Any) -> bool:
     """Whether a user has said that a parameter is whole."""
     return isinstance(keep, Mapping) and any(matches(pattern, name) for pattern in keep)
 
 
 def _planned(
-    whole: nn.Module, mesh: DeviceMesh, given: tuple[tuple[Any, ...], dict[str, Any]], names: list[str],
+    whole: WithLoss, mesh: DeviceMesh, given: tuple[tuple[Any, ...], dict[str, Any]], names: list[str],
     specs: Mapping[str, Spec], kept: Mapping[str, Spec], max_memory: float | None, line: SourceLine,
 ) -> Plan:  # fmt: skip
     parts = ModulePlan(mesh, kept)
@@ -77,25 +71,17 @@ def _planned(
     with torch.enable_grad():
         call = read_call(whole, tables, 1, *given)
     arguments = Arguments(names, specs, parts, True, call, line)
-    example = arguments.whole({}, torch.device("cpu"))
-    args, kwargs = pytree.tree_unflatten(example, call.tree)
-    with torch.enable_grad():
-        graph = captured(whole, args, kwargs, torch.device("cpu"), line, scalars_only=True, given=arguments.text)
-    check_loss(graph.of_kind("result")[0][0].meta["val"], line)
+    graph = captured_loss(whole, arguments, torch.device("cpu"), None, line)
     setting = Setting(parts, dict(enumerate(arguments.names)), arguments.shapes, arguments.specs, line, {}, free=True)
-    return _OpenWriter(graph, setting, kept).plan(max_memory)
+    return _OpenWriter(graph, setting).plan(max_memory)
 
 
 class _OpenWriter(JointWriter):
     """Writes a joint definition whose inputs are open, but for those that are given."""
 
-    def __init__(self, graph: Captured, setting: Setting, kept: Mapping[str, Spec]) -> None:
-        super().__init__(graph, setting)
-        self._kept = kept
-
     def _spec(self, source: Source, ndim: int) -> Spec | None:
         if source.kind == "parameter" or (source.kind == "gradient" and source.name):
-            return self._kept.get(source.name)
+            return self.setting.plan.parameters.get(source.name)
         if source.kind == "argument":
             return self.setting.specs.get(source.place)
         return (None,) * ndim if source.kind in ("buffer", "constant") else None
@@ -104,7 +90,7 @@ class _OpenWriter(JointWriter):
         """The plan of the step."""
         made, _ = self.written()
         views = {source: made.values[node] for node, source in self.graph.inputs if node in made.values}
-        ends = [(source, end) for source, end in zip(self.ends(), made.fd.recording.outputs, strict=True)]
+        ends = zip(self.ends(), made.fd.recording.outputs, strict=True)
         pairs = {end: views[source.of_input()].id for source, end in ends if source.kind == "gradient"}
         mesh, line = self.setting.mesh, self.setting.line
         found, auto = made.fd._programs.automatic(mesh, (), max_memory, pairs, line)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .capture import Captured, Source
-from .cut import Cut
+from .cut import Cut, Reads
 
 Node = torch.fx.Node
-Read = Callable[[Node], Iterable[Node]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +34,10 @@ class Part:
     ends: tuple[tuple[Node, Source], ...]
 
 
-def parts_of(graph: Captured, cut: Cut, read: Read, is_split: bool) -> list[Part]:
+def parts_of(graph: Captured, cut: Cut, read: Reads, is_split: bool) -> list[Part]:
     """The backward in parts; two where it is split, and both gradients of arguments and of weights are asked for."""
     ends = [(node, source) for node, source in graph.of_kind("gradient") if node is not None]
-    early = _ancestors([node for node, source in ends if source.of == "argument"], read) & set(cut.backward)
+    early = read.ancestors([node for node, source in ends if source.of == "argument"]) & set(cut.backward)
     if not is_split or not early or len(early) == len(cut.backward):
         return [_part(graph, cut, read, cut.backward, ends, (), ())]
     late = [node for node in cut.backward if node not in early]
@@ -53,25 +52,15 @@ def parts_of(graph: Captured, cut: Cut, read: Read, is_split: bool) -> list[Part
 
 
 def _part(
-    graph: Captured, cut: Cut, read: Read, nodes: Sequence[Node], ends: Sequence[tuple[Node, Source]],
+    graph: Captured, cut: Cut, read: Reads, nodes: Sequence[Node], ends: Sequence[tuple[Node, Source]],
     taken: tuple[Node, ...], given: tuple[Node, ...],
 ) -> Part:  # fmt: skip
     wanted = {x for node in nodes for x in read(node)} | {node for node, _ in ends}
     stop = set(cut.saved)
-    again = _ancestors(wanted & set(cut.again), read, stop) & set(cut.again)
+    again = read.ancestors(wanted & set(cut.again), stop) & set(cut.again)
     wanted |= {x for node in again for x in read(node)}
     return Part(
         tuple(node for node in cut.again if node in again), tuple(nodes),
         tuple(place for place, node in enumerate(cut.saved) if node in wanted), taken, given,
         tuple(node for node, _ in graph.inputs if node in wanted and node not in stop), tuple(ends),
     )  # fmt: skip
-
-
-def _ancestors(ends: Iterable[Node], read: Read, stop: Iterable[Node] = ()) -> set[Node]:
-    found, waiting, border = set[Node](), list(ends), set(stop)
-    while waiting:
-        node = waiting.pop()
-        if node not in found and node not in border:
-            found.add(node)
-            waiting += read(node)
-    return found

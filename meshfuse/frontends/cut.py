@@ -8,7 +8,7 @@ by views and ops on single elements.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ def cut(graph: Captured, arguments: Mapping[Node, tuple[Any, ...]], thrifty: boo
 
     thrifty: save memory rather than time: all that works on single elements is computed again.
     """
-    read = _Reads(arguments)
+    read = Reads(arguments)
     nodes = [node for node in graph.module.graph.nodes if node.op == "call_function"]
     ends = [node for node, source in graph.outputs if source.kind != "gradient" and node is not None]
     gradients = [node for node, source in graph.outputs if source.kind == "gradient" and node is not None]
@@ -62,7 +62,7 @@ def cut(graph: Captured, arguments: Mapping[Node, tuple[Any, ...]], thrifty: boo
     )  # fmt: skip
 
 
-class _Reads:
+class Reads:
     """What nodes read: tensors and sizes, by their arguments."""
 
     def __init__(self, arguments: Mapping[Node, tuple[Any, ...]]) -> None:
@@ -73,7 +73,7 @@ class _Reads:
             return node.all_input_nodes
         return [arg for arg in self._arguments[node] if isinstance(arg, Node)]
 
-    def ancestors(self, ends: Sequence[Node], stop: set[Node] | frozenset[Node] = frozenset()) -> set[Node]:
+    def ancestors(self, ends: Iterable[Node], stop: set[Node] | frozenset[Node] = frozenset()) -> set[Node]:
         """These nodes and all that they need; nothing behind those in `stop`."""
         found, waiting = set[Node](), list(ends)
         while waiting:
@@ -87,7 +87,7 @@ class _Reads:
 class _Choice:
     """What is saved of the forward, and what is computed again."""
 
-    def __init__(self, read: _Reads, forward: Sequence[Node], thrifty: bool) -> None:
+    def __init__(self, read: Reads, forward: Sequence[Node], thrifty: bool) -> None:
         self._thrifty = thrifty
         self._read, self._order = read, {node: place for place, node in enumerate(forward)}
         self._saved: set[Node] = set()
@@ -115,7 +115,7 @@ class _Choice:
                 continue
             if here.target is operator.getitem and not _is_marked(here):
                 self._saved.add(here)
-            elif _is_marked(here) or _is_size(here):
+            elif _is_marked(here) or is_size(here):
                 self._again.add(here)
                 waiting += self._read(here)
             else:
@@ -128,7 +128,7 @@ class _Choice:
             here = waiting.pop()
             if here in seen or here.op != "call_function" or here in self._saved or here in self._again:
                 continue
-            if not (self._is_cheap(here) or _is_size(here)):
+            if not (self._is_cheap(here) or is_size(here)):
                 return False
             seen.add(here)
             waiting += self._read(here)
@@ -136,7 +136,7 @@ class _Choice:
 
     def _is_cheap(self, node: Node) -> bool:
         """Whether a node is a view, a cast or a factory, or works on single bools and integers, such as masks."""
-        if node.target is operator.getitem or _draws(node):
+        if node.target is operator.getitem or draws(node):
             return False
         is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
         value = node.meta.get("val")
@@ -152,7 +152,7 @@ class _Choice:
                 waiting += self._read(here)
 
 
-def _is_size(node: Node) -> bool:
+def is_size(node: Node) -> bool:
     """Whether a node is a number, and no tensor."""
     return not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
 
@@ -162,7 +162,7 @@ def _is_marked(node: Node) -> bool:
 
     What one checkpointed region hands to another is saved; random numbers are drawn once.
     """
-    if node.meta.get("recompute") not in _AGAIN or _draws(node):
+    if node.meta.get("recompute") not in _AGAIN or draws(node):
         return False
     region = node.meta.get("ac_graph_id")
     return not any(user.meta.get("ac_graph_id", region) != region and _marked(user) for user in node.users)
@@ -172,19 +172,26 @@ def _marked(node: Node) -> bool:
     return node.meta.get("recompute") in _AGAIN
 
 
-def _draws(node: Node) -> bool:
+def draws(node: Node) -> bool:
     """Whether a node draws random numbers, or is one of the results of one that does."""
     source = node.args[0] if node.target is operator.getitem else node
     tags = getattr(getattr(source, "target", None), "tags", ())
     return torch.Tag.nondeterministic_seeded in tags
 
 
+def is_view(node: Node) -> bool:
+    """Whether a node has all elements of one tensor, in another shape."""
+    return _base_name(node) in _VIEWS
+
+
 def _base_name(node: Node) -> str:
     return str(node.target).removeprefix("aten.").partition(".")[0]
 
 
-_CHEAP = frozenset((
-    "view", "_unsafe_view", "reshape", "expand", "permute", "t", "transpose", "unsqueeze", "squeeze", "slice",
-    "select", "split", "split_with_sizes", "unbind", "alias", "detach", "clone", "_to_copy", "full", "zeros", "ones",
+_VIEWS = frozenset((
+    "view", "_unsafe_view", "reshape", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand", "alias", "detach",
+))  # fmt: skip
+_CHEAP = _VIEWS | frozenset((
+    "slice", "select", "split", "split_with_sizes", "unbind", "clone", "_to_copy", "full", "zeros", "ones",
     "full_like", "zeros_like", "ones_like", "arange", "scalar_tensor", "new_zeros", "new_ones", "new_full", "empty",
 ))  # fmt: skip

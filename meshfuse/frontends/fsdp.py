@@ -14,7 +14,8 @@ import torch
 
 from ..errors import caller_line, shown, user_error
 from ..sharding.layout import Split
-from .patterns import matching
+from .cut import is_view
+from .patterns import longest_list, matching
 
 Node = torch.fx.Node
 
@@ -71,7 +72,7 @@ def units_of(module: torch.nn.Module, fsdp: FSDP) -> dict[str, str]:
     """
     names = [name for name, _ in module.named_modules() if name]
     if fsdp.units is None:
-        chosen = _layers(module)
+        chosen = longest_list(module)
     else:
         chosen = [name for pattern in fsdp.units for name in _fitting(pattern, names)]
     found: dict[str, str] = {}
@@ -90,14 +91,6 @@ def _fitting(pattern: str, names: Sequence[str]) -> list[str]:
             "FSDP: units", repr(pattern), "patterns of modules, such as 'layers.*'", "Correct the pattern."
         )
     return found
-
-
-def _layers(module: torch.nn.Module) -> list[str]:
-    """The layers of the longest list of modules."""
-    kinds = (torch.nn.ModuleList, torch.nn.Sequential)
-    lists = [(name, part) for name, part in module.named_modules() if isinstance(part, kinds)]
-    name, layers = max(lists, key=lambda found: len(found[1]), default=("", ()))
-    return [f"{name}.{child}" if name else child for child, _ in getattr(layers, "named_children", list)()]
 
 
 def in_turn(again: Sequence[Node], nodes: Sequence[Node], read: Callable[[Node], Iterable[Node]]) -> list[Node]:
@@ -174,16 +167,6 @@ def _views_above(end: Node, there: Mapping[Node, int]) -> list[Node]:
             break
         found.append(found[-1].all_input_nodes[0])
     return found
-
-
-def is_view(node: Node) -> bool:
-    """Whether a node has all elements of one tensor, in another shape."""
-    return str(node.target).removeprefix("aten.").partition(".")[0] in _VIEWS
-
-
-_VIEWS = frozenset((
-    "view", "_unsafe_view", "reshape", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand", "alias", "detach",
-))  # fmt: skip
 
 
 def without_axes(spec: Any, axes: Sequence[str]) -> tuple[Any, ...]:

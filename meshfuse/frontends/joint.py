@@ -7,7 +7,7 @@ them is freed after its use.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..sharding.value import Sharding
 from .activations import outputs_of_modules
 from .backward_parts import Part, parts_of
 from .capture import Captured, Source
-from .cut import Cut, cut
+from .cut import Cut, Reads, cut
 from .fsdp import gathers, in_turn, units_last
 from .lines import line_of
 from .masks import recognised
@@ -124,6 +124,7 @@ class JointWriter:
             if isinstance(node.meta.get("val"), torch.Tensor):
                 self.sizes.bind(node.meta["val"].shape, setting.shapes[source.place])
         self.masks = recognised(graph.module.graph, self.sizes)
+        self._read = Reads(self.masks)
         self.sharded = self._sharded()
         self.cut: Cut = self._with_gathered(cut(graph, self.masks, setting.max_memory is not None))
         self.activations = outputs_of_modules(graph.module.graph, setting.plan.outputs, self.cut.forward)
@@ -194,9 +195,6 @@ class JointWriter:
         used = {x for node in (*self.cut.forward, *self.cut.backward) for x in self._read(node)}
         used |= {node for node, _ in self.graph.outputs if node is not None}
         return [node for node, _ in self.graph.inputs if node in used and _is_tensor(node)]
-
-    def _read(self, node: Node) -> Iterable[Node]:
-        return [a for a in self.masks[node] if isinstance(a, Node)] if node in self.masks else node.all_input_nodes
 
     # halves
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .cut import draws
 from .sizes import Sizes
 
 _LARGEST = 1 << 26  # Elements of a mask that is worked out.
@@ -69,7 +70,7 @@ class Positions:
             if here in seen or not self._is_tensor(here):
                 continue
             seen.add(here)
-            if here.op != "call_function" or _draws(here):
+            if here.op != "call_function" or draws(here):
                 return False
             waiting += here.all_input_nodes
         return True
@@ -93,8 +94,3 @@ class Positions:
             assert callable(function)
             self._values[node] = function(*args, **kwargs)
         return self._values[node]
-
-
-def _draws(node: torch.fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags

@@ -7,6 +7,8 @@ import functools
 import re
 from collections.abc import Collection, Iterable
 
+from torch import nn
+
 
 @functools.cache
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -30,6 +32,13 @@ def matches(pattern: str, name: str) -> bool:
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
     """The names that a pattern fits."""
     return [name for name in names if matches(pattern, name)]
+
+
+def longest_list(module: nn.Module) -> list[str]:
+    """The full names of the layers of the longest nn.ModuleList or nn.Sequential; none where there is no list."""
+    lists = [(name, part) for name, part in module.named_modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
+    name, layers = max(lists, key=lambda found: len(found[1]), default=("", nn.ModuleList()))
+    return [f"{name}.{child}" if name else child for child, _ in layers.named_children()]
 
 
 def nearest(pattern: str, names: Collection[str]) -> list[str]:

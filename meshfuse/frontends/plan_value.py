@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import SourceLine, caller_line, user_error
 from ..mesh import DeviceMesh
 from ..number_text import duration, number
+from ..sharding.layout import Split
 from ..whole_files import write_whole
 
 Spec = tuple[Any, ...]
@@ -88,9 +89,17 @@ class Plan:
         return "\n".join([self.family, "plan={", *(f"    {row}" for row in rows), "}", f"inputs={{{inputs}}}", tail])
 
 
-def axes_in(spec: Sequence[Any]) -> set[str]:
-    """The names of the axes in a spec."""
-    return {name for entry in spec for name in (entry if isinstance(entry, (list, tuple)) else [entry]) if name}
+def axes_in(spec: Iterable[Any]) -> set[str]:
+    """The names of the axes in a spec, or in several."""
+    found: set[str] = set()
+    for entry in spec:
+        if isinstance(entry, Split):
+            found |= {entry.axis} if entry.axis else set()
+        elif isinstance(entry, str):
+            found.add(entry)
+        elif isinstance(entry, (list, tuple)):
+            found |= axes_in(entry)
+    return found
 
 
 def _folded(specs: Mapping[str, Spec]) -> dict[str, Spec]:

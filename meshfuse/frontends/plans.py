@@ -7,7 +7,7 @@ from that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,7 @@ from ..mesh import DeviceMesh
 from ..sharding.layout import Split
 from .fsdp import FSDP, units_of, without_axes
 from .patterns import matching, nearest
-from .plan_value import Plan
-
-Spec = tuple[Any, ...]
+from .plan_value import Plan, Spec, axes_in
 
 # By style of Hugging Face: (dim of a weight, of a bias) over the tensor parallel axis; None for whole. Dims of weights
 # count from the back, as there are stacks of them.
@@ -74,15 +72,14 @@ class ModulePlan:
     def gathered(self, name: str) -> Spec | None:
         """How a parameter lies for its use; None where it is not cut over the axes of fsdp."""
         spec = self.parameters.get(name)
-        cut = spec is not None and self.fsdp and not set(self.fsdp).isdisjoint(_axes_of([spec]))
+        cut = spec is not None and self.fsdp and not set(self.fsdp).isdisjoint(axes_in([spec]))
         return without_axes(spec, self.fsdp) if cut else None
 
     def stays(self, spec: Spec | None) -> list[str]:
         """The axes along which a parameter of this spec stays, and ops come to it: all but those of fsdp."""
         if self.is_free:
             return []
-        lists = [e if isinstance(e, (list, tuple)) and not isinstance(e, Split) else [e] for e in spec or ()]
-        named = {split.axis if isinstance(split, Split) else split for entry in lists for split in entry}
+        named = axes_in(spec or ())
         return [axis for axis in self.mesh.names if axis in named and axis not in self.fsdp]
 
     def spec(self, name: str, ndim: int) -> Spec:
@@ -161,7 +158,7 @@ class _Reader:
         self, module: nn.Module, mesh: DeviceMesh, fsdp: Sequence[str], inputs: Mapping[str, Any], line: SourceLine
     ) -> None:
         self.module, self.mesh, self.line = module, mesh, line
-        self._taken = {*fsdp, *_axes_of(inputs.values())}
+        self._taken = {*fsdp, *axes_in(inputs.values())}
         self._modules = dict(module.named_modules())
         self._names = _names_of(module)
         self.specs: dict[str, Spec] = {}
@@ -292,18 +289,7 @@ def _names_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _is_whole(spec: Spec) -> bool:
-    return not any(True for _ in _axes_of([spec]))
-
-
-def _axes_of(specs: Any) -> Iterator[str]:
-    """The names of axes in specs."""
-    for spec in specs:
-        if isinstance(spec, Split):
-            yield from [spec.axis] if spec.axis else []
-        elif isinstance(spec, str):
-            yield spec
-        elif isinstance(spec, (list, tuple)):
-            yield from _axes_of(spec)
+    return not axes_in(spec)
 
 
 def _with_fsdp(spec: Spec | None, shape: Sequence[int], mesh: DeviceMesh, fsdp: Sequence[str]) -> Spec:
@@ -313,7 +299,7 @@ def _with_fsdp(spec: Spec | None, shape: Sequence[int], mesh: DeviceMesh, fsdp: 
     the axes stays whole.
     """
     given = (None,) * len(shape) if spec is None else spec
-    axes = tuple(axis for axis in fsdp if axis not in _axes_of([given]))
+    axes = tuple(axis for axis in fsdp if axis not in axes_in([given]))
     ranks = 1
     for axis in axes:
         ranks *= mesh.axis_size(axis)
@@ -341,7 +327,7 @@ def checked_specs(what: str, specs: Any, names: Sequence[str], mesh: DeviceMesh,
             )  # fmt: skip
         if not isinstance(spec, (list, tuple)):
             raise user_error(f"parallelize: {what}[{name!r}]", shown(spec), "a list with one entry per dim", "", line)
-        unknown = [axis for axis in _axes_of([spec]) if axis not in mesh.names]
+        unknown = [axis for axis in axes_in([spec]) if axis not in mesh.names]
         if what == "inputs" and unknown:
             raise user_error(f"parallelize: {what}[{name!r}]: unknown mesh axis", repr(unknown[0]),
                              f"one of {list(mesh.names)}", "Use an axis of the mesh.", line)  # fmt: skip

@@ -132,8 +132,7 @@ class _Postponer:
         needed, wanted = set(self.waiting[0].inputs), {v for statement in self.waiting for v in statement.inputs}
         # In the order of the reductions: that of a set of texts is another one on every rank.
         keys = list(dict.fromkeys(self._key(s) for s in self.held if s.target in needed))
-        fits = [s for s in self.held if self._key(s) in keys and (s.target in wanted or self._is_small(s))]
-        go = [s for s in self.held if s.target in needed or s in fits]
+        go = [s for s in self.held if self._key(s) in keys and (s.target in wanted or self._is_small(s))]
         go.sort(key=lambda s: keys.index(self._key(s)))
         self.done += go
         self.held = [s for s in self.held if s not in go]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 from torch import nn
 
 from ...errors import SourceLine, user_error
 from ...mesh import DeviceMesh
 from ...runtime.world import World
-from ..patterns import matching, nearest
+from ..patterns import longest_list, matching, nearest
 from .options import Pipeline
 from .schedule import Schedule
 
@@ -42,11 +43,15 @@ class Assignment:
             return self.mesh_of(0)
         return mesh_at(self.mesh, self.axis, self.row_of(World.current().rank))
 
+    def stages_here(self) -> list[int]:
+        """The stages of this rank; all where ranks are simulated."""
+        world = World.current()
+        here = world.size == 1
+        return list(range(self.schedule.stages)) if here else self.schedule.stages_of(self.row_of(world.rank))
+
     def held_here(self) -> set[str]:
-        """The parameters that this rank holds; all where ranks are simulated."""
-        if World.current().size == 1:
-            return set(self.owners)
-        own = self.schedule.stages_of(self.row_of(World.current().rank))
+        """The parameters of this rank's stages."""
+        own = self.stages_here()
         return {name for name, held in self.owners.items() if not {*held}.isdisjoint(own)}
 
     def peer(self, rank: int, stage: int) -> int:
@@ -57,6 +62,15 @@ class Assignment:
         here = list(self.mesh.coordinate(rank))
         here[place] = self.schedule.rank_of(stage)
         return next(r for r in self.mesh.ranks if list(self.mesh.coordinate(r)) == here)
+
+    def line(self, stages: Iterable[int] | None = None) -> tuple[int, ...]:
+        """The ranks of stages, of all by default, that have this rank's coordinates on other axes."""
+        rank, wanted = World.current().rank, range(self.schedule.stages) if stages is None else stages
+        return tuple(sorted({self.peer(rank, stage) for stage in wanted}))
+
+    def reduce(self, tensor: torch.Tensor, op: str = "sum", stages: Iterable[int] | None = None) -> None:
+        """Reduce a tensor over the ranks of stages, in place; each has this rank's coordinates on other axes."""
+        World.current().group(self.line(stages), f"of pipeline axis {self.axis}").all_reduce(tensor, op).wait()
 
     def row_of(self, rank: int) -> int:
         """A rank's place along the pipeline's axis."""
@@ -129,23 +143,21 @@ def _even_cuts(module: nn.Module, stages: int, line: SourceLine) -> tuple[str, .
 
     A table that is only looked up in counts nothing.
     """
-    lists = [(name, part) for name, part in module.named_modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
-    name, layers = max(lists, key=lambda found: len(found[1]), default=("", ()))
+    layers = longest_list(module)
     if len(layers) < stages:
         raise user_error(
             f'pipeline: cut="auto" for {stages} stages', f"{len(layers)} layers in the longest list of modules",
             f"at least {stages}", "Take fewer stages, or name modules to cut at.", line,
         )  # fmt: skip
-    costs = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-    costs[-1] += _behind(module, name)
-    ends = _fewest(costs, stages)
-    return tuple(f"{name}.{end}" if name else str(end) for end in ends)
+    costs = [sum(p.numel() for p in module.get_submodule(layer).parameters()) for layer in layers]
+    costs[-1] += _behind(module, layers[-1])
+    return tuple(layers[end] for end in _fewest(costs, stages))
 
 
-def _behind(module: nn.Module, layers: str) -> int:
-    """The weights of what is made after a list of layers, such as a model's head."""
+def _behind(module: nn.Module, layer: str) -> int:
+    """The weights of what is made after a layer, such as a model's head."""
     order = [name for name, _ in module.named_modules(remove_duplicate=False)]
-    last = max(i for i, name in enumerate(order) if name == layers or name.startswith(f"{layers}."))
+    last = max(i for i, name in enumerate(order) if name == layer or name.startswith(f"{layer}."))
     later = set(order[last + 1 :])
     return sum(p.numel() for n, p in module.named_parameters(remove_duplicate=False) if n.rpartition(".")[0] in later)
 

@@ -42,8 +42,6 @@ def _counts_here(name: str, assignment: Assignment) -> bool:
 
 
 def _over_stages(norm: torch.Tensor, assignment: Assignment, norm_type: float) -> torch.Tensor:
-    ranks = tuple(sorted({assignment.peer(World.current().rank, s) for s in range(assignment.schedule.stages)}))
-    group = World.current().group(ranks, f"of pipeline axis {assignment.axis}")
     found = norm.clone() if math.isinf(norm_type) else norm**norm_type
-    group.all_reduce(found, "max" if math.isinf(norm_type) else "sum").wait()
+    assignment.reduce(found, "max" if math.isinf(norm_type) else "sum")
     return found if math.isinf(norm_type) else found ** (1.0 / norm_type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -15,9 +16,8 @@ from ...errors import ArgumentError, SourceLine, located, user_error
 from ...report.bill import Bill, BillEntry, bill_of
 from ...report.memory import modelled_memory
 from ...resharding import shard_bytes
-from ...runtime.world import World
 from ..calls import Arguments, Call, read_call
-from ..capture import Captured, captured
+from ..capture import Captured
 from ..joint import Setting
 from ..placing import Place, Places
 from ..plans import ModulePlan, Spec
@@ -27,10 +27,10 @@ from .assign import Assignment
 from .elsewhere import Elsewhere
 from .micro_batches import MicroBatches, micro_batches
 from .program import StageProgram, sharding_of, stage_program
-from .schedule import FORWARD, Schedule
+from .schedule import Schedule
 from .stages import check_weights, stage_graphs
 from .stepping import Planned, Work, stepped
-from .with_loss import WithLoss, check_loss
+from .with_loss import TARGET, WithLoss, captured_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,8 @@ class Stepper:
     plan, places, parameters: on the ranks of this rank's stages.
     plain: a context in which the model and all in it have their own forwards.
     draw: makes a seed for each step.
-    made: the stages' programs, by what they depend on.
+    made: the stages' programs, by what they depend on. last: those of the latest step, by micro-batch.
+    whole: the model with its loss.
     """
 
     module: nn.Module
@@ -69,6 +70,10 @@ class Stepper:
     draw: Callable[[], int]
     made: dict[Any, Planned] = field(default_factory=dict)
     last: list[Planned] = field(default_factory=list)
+    whole: WithLoss = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.whole = WithLoss(self.module, self.options.loss)
 
     @property
     def schedule(self) -> Schedule:
@@ -80,7 +85,9 @@ class Stepper:
         args, kwargs = self._with_target(args, kwargs, line)
         parts = micro_batches(args, kwargs, self.schedule.microbatches, self._cut_rows(args, kwargs), line)
         with located(line):
-            planned = [self._planned(*part, line) for part in parts.parts]
+            with self.elsewhere.there():
+                tables = list(self.module.modules()), list(self.module.parameters())
+            planned = [self._planned(*part, tables, line) for part in parts.parts]
         self.last = planned
         loss, gradients = stepped(self._work(parts, planned), torch.is_grad_enabled())
         self._accumulate(gradients)
@@ -92,9 +99,9 @@ class Stepper:
         """The arguments with the target as the last positional one."""
         if self.options.loss is None:
             return args, kwargs
-        if "target" in kwargs:
+        if TARGET in kwargs:
             kwargs = dict(kwargs)
-            return (*args, kwargs.pop("target")), kwargs
+            return (*args, kwargs.pop(TARGET)), kwargs
         if not args:
             raise user_error(
                 "step: the target of the loss", "no positional argument", "step(x, y), or target=", "", line,
@@ -106,20 +113,18 @@ class Stepper:
         """The leaves of arguments whose first dim `inputs` cuts."""
         leaves, tree = pytree.tree_flatten((args, kwargs))
         call = Call(leaves, tree, (), None, False)
-        names = Arguments(self._names(len(args)), {}, self.plan, True, call, self.options.line).names
+        names = Arguments(self._names(args), {}, self.plan, True, call, self.options.line).names
         specs = self.options.inputs
         return {i for i, name in enumerate(names) if name in specs and specs[name] and specs[name][0] is not None}
 
-    def _names(self, count: int) -> list[str]:
-        """What positional arguments are called; with a loss the last one is the target."""
-        names = list(self.options.names)
-        return names if self.options.loss is None else [*names[: max(count - 1, 0)], "target"]
+    def _names(self, args: tuple[Any, ...]) -> list[str]:
+        return self.whole.argument_names(self.options.names, len(args))
 
     def _work(self, parts: MicroBatches, planned: list[Planned]) -> Work:
         leaves = [pytree.tree_leaves(part) for part in parts.parts]
         return Work(
-            self.assignment, planned, leaves, parts.shares, self.module, self.parameters, self.places.device,
-            self.options.backend, self.draw(),
+            self.assignment, planned, leaves, parts.shares, self.module, self.places.device, self.options.backend,
+            self.draw(),
         )  # fmt: skip
 
     def _accumulate(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -131,53 +136,45 @@ class Stepper:
 
     # planning
 
-    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], line: SourceLine) -> Planned:
-        whole = WithLoss(self.module, self.options.loss)
-        with torch.enable_grad(), self.elsewhere.there():
-            tables = list(self.module.modules()), list(self.module.parameters())
-            call = read_call(whole, tables, 1, args, kwargs)
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], tables: Any, line: SourceLine) -> Planned:
+        with torch.enable_grad():
+            call = read_call(self.whole, tables, 1, args, kwargs)
         if call.key not in self.made:
             if not call.has_gradient:
                 raise user_error("step: the model's parameters", "none requires a gradient", "some that do", "", line)
-            self.made[call.key] = self._plan(whole, call, len(args), line)
+            self.made[call.key] = self._plan(call, args, line)
         return self.made[call.key]
 
-    def _plan(self, whole: WithLoss, call: Call, count: int, line: SourceLine) -> Planned:
+    def _plan(self, call: Call, args: tuple[Any, ...], line: SourceLine) -> Planned:
         """Capture the model with its loss, cut it into stages, and plan those of this rank."""
         places = self.places
         arguments = Arguments(
-            self._names(count), self.options.inputs, self.plan, places.is_simulated, call, self.options.line
+            self._names(args),
+            self.options.inputs,
+            self.plan,
+            places.is_simulated,
+            call,
+            self.options.line,
         )
-        graph = self._captured(whole, arguments, line)
+        graph = self._captured(arguments, line)
         stages = stage_graphs(graph, self.assignment.cuts, len(call.leaves), self.options.line)
         check_weights(stages, self.assignment.owners, self.options.line)
         setting = self._setting(arguments, call)
         split = self.schedule.is_split
         programs = {
             stage: stage_program(stages[stage], replace(setting, plan=self._plan_of(stage)), split)
-            for stage in self._own_stages()
+            for stage in self.assignment.stages_here()
         }
         return Planned(tuple(stages), programs)
-
-    def _own_stages(self) -> list[int]:
-        world = World.current()
-        if world.size == 1:
-            return list(range(self.schedule.stages))
-        return self.schedule.stages_of(self.assignment.row_of(world.rank))
 
     def _plan_of(self, stage: int) -> ModulePlan:
         return replace(self.plan, mesh=self.assignment.mesh_of(stage))
 
-    def _captured(self, whole: WithLoss, arguments: Arguments, line: SourceLine) -> Captured:
+    def _captured(self, arguments: Arguments, line: SourceLine) -> Captured:
         precision = self.options.precision
         dtype = precision.param if precision is not None else None
-        example = arguments.whole({}, self.places.device, dtype)
-        args, kwargs = pytree.tree_unflatten(example, arguments.call.tree)
-        with self.plain(), self.elsewhere.there(), torch.enable_grad():
-            found = captured(
-                whole, args, kwargs, self.places.device, line, scalars_only=True, dtype=dtype, given=arguments.text
-            )
-        check_loss(found.of_kind("result")[0][0].meta["val"], line)
+        with self.plain(), self.elsewhere.there():
+            found = captured_loss(self.whole, arguments, self.places.device, dtype, line)
         mark_recomputed(found, self.options.recomputed)
         return found
 
@@ -199,15 +196,14 @@ class Stepper:
         """What a rank of each stage sends in a step: collectives of each program, times micro-batches, and sends."""
         self._check_ran()
         found: list[BillEntry] = []
-        for stage in self._own_stages():
+        for stage in self.assignment.stages_here():
             found += self._entries(stage)
         return Bill(tuple(found))
 
     def _entries(self, stage: int) -> list[BillEntry]:
         found: list[BillEntry] = []
-        for planned in dict.fromkeys(map(id, self.last)):
-            made = next(p for p in self.last if id(p) == planned)
-            count, program = sum(p is made for p in self.last), made.programs[stage]
+        for planned, count in Counter(self.last).items():
+            program = planned.programs[stage]
             for half in program.step.halves:
                 found += [_times(entry, count) for entry in bill_of(half.fd.latest()).entries]
             found += self._sends(program, stage, count)
@@ -232,13 +228,12 @@ class Stepper:
     def memory(self) -> str:
         """By stage of this rank (of all where ranks are simulated) what a rank holds, as modelled, in bytes."""
         self._check_ran()
-        rows = [f"stage {stage}: {self._held(stage)}" for stage in self._own_stages()]
+        rows = [f"stage {stage}: {self._held(stage)}" for stage in self.assignment.stages_here()]
         return "\n".join(rows)
 
     def _held(self, stage: int) -> str:
         program = self.last[0].programs[stage]
-        rank = self.schedule.rank_of(stage)
-        flight = _most_held(self.schedule, rank, stage)
+        flight = self.schedule.in_flight(self.schedule.rank_of(stage), stage)
         saved = _kept_bytes(program)
         peak = max(modelled_memory(half.fd.latest()).peak for half in program.step.halves)
         return (
@@ -260,16 +255,6 @@ def _send(crossing: Any, stage: int, target: int, nbytes: int, seconds: float, s
         "send", stepper.assignment.axis, crossing.name, nbytes, why, str(stepper.options.line),
         f"stage {stage} -> stage {target}", seconds, "", "", "", (), (),
     )  # fmt: skip
-
-
-def _most_held(schedule: Schedule, rank: int, stage: int) -> int:
-    """The most micro-batches of a stage whose forward is done and whose backward is not."""
-    held = most = 0
-    for action in schedule.orders[rank]:
-        if action.stage == stage:
-            held += {FORWARD: 1, "I": 0}.get(action.kind, -1)
-            most = max(most, held)
-    return most
 
 
 def _kept_bytes(program: StageProgram) -> int:

@@ -113,37 +113,41 @@ class Schedule:
     def _played(self, durations: Mapping[str, float]) -> tuple[list[list[Timed]], list[int], dict[Action, float]]:
         """(by rank its actions in time, by rank how many it did, when each ended) as far as ranks can go on."""
         ends: dict[Action, float] = {}
+        all_needs = self._needs()
         places, clocks = [0] * self.ranks, [0.0] * self.ranks
         found: list[list[Timed]] = [[] for _ in self.orders]
         moved = True
         while moved:
             moved = False
             for rank, order in enumerate(self.orders):
-                while places[rank] < len(order) and all(n in ends for n in self.needs(order[places[rank]])):
+                while places[rank] < len(order) and all(n in ends for n in all_needs[order[places[rank]]]):
                     action = order[places[rank]]
-                    begin = max([clocks[rank], *(ends[n] for n in self.needs(action))])
+                    begin = max([clocks[rank], *(ends[n] for n in all_needs[action])])
                     clocks[rank] = ends[action] = begin + durations[action.kind]
                     found[rank].append(Timed(action, begin, clocks[rank]))
                     places[rank], moved = places[rank] + 1, True
         return found, places, ends
 
-    def needs(self, action: Action) -> list[Action]:
-        """What must be done before an action, on whichever rank."""
-        stage, number, last = action.stage, action.microbatch, self.stages - 1
-        back = OF_INPUTS if self._is_split_at(stage, number) else BACKWARD
-        if action.kind == FORWARD:
-            return [Action(FORWARD, stage - 1, number)] if stage else []
-        if action.kind == OF_WEIGHTS:
-            return [Action(back, stage, number)]
-        after = OF_INPUTS if stage < last and self._is_split_at(stage + 1, number) else BACKWARD
-        return [Action(FORWARD, stage, number), *([Action(after, stage + 1, number)] if stage < last else [])]
+    def _needs(self) -> dict[Action, list[Action]]:
+        """By action what must be done before it, on whichever rank."""
+        last = self.stages - 1
+        split = {(action.stage, action.microbatch) for action in self.actions if action.kind == OF_INPUTS}
 
-    def _is_split_at(self, stage: int, number: int) -> bool:
-        return Action(OF_INPUTS, stage, number) in _set_of(self)
+        def of(action: Action) -> list[Action]:
+            stage, number = action.stage, action.microbatch
+            if action.kind == FORWARD:
+                return [Action(FORWARD, stage - 1, number)] if stage else []
+            if action.kind == OF_WEIGHTS:
+                return [Action(OF_INPUTS if (stage, number) in split else BACKWARD, stage, number)]
+            after = OF_INPUTS if (stage + 1, number) in split else BACKWARD
+            return [Action(FORWARD, stage, number), *([Action(after, stage + 1, number)] if stage < last else [])]
+
+        return {action: of(action) for action in self.actions}
 
     def _circle(self, places: Sequence[int], ends: Mapping[Action, float]) -> MeshfuseError:
+        needs = self._needs()
         waits = [
-            f"rank {rank} waits with {order[at]} for {next(str(n) for n in self.needs(order[at]) if n not in ends)}"
+            f"rank {rank} waits with {order[at]} for {next(str(n) for n in needs[order[at]] if n not in ends)}"
             for rank, (order, at) in enumerate(zip(self.orders, places, strict=True))
             if at < len(order)
         ]
@@ -161,10 +165,10 @@ class Schedule:
         whole = self.makespan(durations) * self.ranks
         return 1 - sum(durations[action.kind] for action in self.actions) / whole
 
-    def in_flight(self, rank: int) -> int:
-        """The most stages' forwards that a rank holds at once, whose backward is not done."""
+    def in_flight(self, rank: int, stage: int | None = None) -> int:
+        """The most forwards, of one of its stages or of all, that a rank holds at once, whose backward is not done."""
         held = most = 0
-        for action in self.orders[rank]:
+        for action in (action for action in self.orders[rank] if stage in (None, action.stage)):
             held += {FORWARD: 1, BACKWARD: -1, OF_WEIGHTS: -1, OF_INPUTS: 0}[action.kind]
             most = max(most, held)
         return most
@@ -176,18 +180,6 @@ class Schedule:
         head = f"{self.name}: {self.stages} stages on {self.ranks} ranks, {self.microbatches} micro-batches"
         tail = f"{self.bubble():.0%} of {whole:g} units idle; forwards held at once, by rank: {held}"
         return "\n".join([head, *rows, tail])
-
-
-_SETS: dict[int, tuple[Schedule, frozenset[Action]]] = {}
-
-
-def _set_of(schedule: Schedule) -> frozenset[Action]:
-    """The actions of a schedule as a set, made once for each."""
-    known = _SETS.get(id(schedule))
-    if known is None or known[0] is not schedule:
-        _SETS.clear()
-        known = _SETS[id(schedule)] = schedule, frozenset(schedule.actions)
-    return known[1]
 
 
 def _row(timed: Sequence[Timed], schedule: Schedule) -> str:

@@ -8,7 +8,7 @@ that reads it. Sums of a weight's gradients over several stages are left to the 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import MeshfuseError, SourceLine, user_error
 from ..capture import Captured, Source
-from ..fsdp import is_view
+from ..cut import Reads, draws, is_size, is_view
 from ..lines import line_of, module_paths
 
 Node = torch.fx.Node
@@ -83,7 +83,7 @@ class _Owners:
         self.inputs = dict(graph.inputs)
         self.nodes = [node for node in graph.module.graph.nodes if node.op == "call_function"]
         ends = [node for node, source in graph.outputs if source.kind != "gradient" and node is not None]
-        self.forward = _ancestors(ends)
+        self.forward = Reads({}).ancestors(ends)
         self.forward |= {n for n in self.nodes if n.target is operator.getitem and n.args[0] in self.forward}
         self.last = len(cuts)
         named = {source: node for node, source in graph.inputs}
@@ -145,10 +145,9 @@ class _Owners:
 
     def _is_free(self, node: Node) -> bool:
         """Whether a node depends on no weight and no gradient, and draws no random numbers; or is a size."""
-        if _is_size(node):
+        if is_size(node):
             return True
-        drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        return not drawn and all(self.is_everywhere(read) for read in node.all_input_nodes)
+        return not draws(node) and all(self.is_everywhere(read) for read in node.all_input_nodes)
 
     def is_everywhere(self, node: Node) -> bool:
         """Whether every stage has a node's value: arguments, buffers and what follows from them."""
@@ -176,17 +175,6 @@ class _Owners:
 
     def _is_weight(self, node: Node) -> bool:
         return node in self.inputs and self.inputs[node].kind == "parameter"
-
-
-def _ancestors(ends: Iterable[Node]) -> set[Node]:
-    """Nodes, and all that they depend on."""
-    found, waiting = set[Node](), list(ends)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += node.all_input_nodes
-    return found
 
 
 Ends = list[tuple[Node, Source]]
@@ -271,13 +259,8 @@ def _needed(ends: Sequence[Node], owners: _Owners, stage: int) -> tuple[set[Node
             outside[node] = None
         else:
             inside.add(node)
-            waiting += () if _is_size(node) else node.all_input_nodes
+            waiting += () if is_size(node) else node.all_input_nodes
     return inside, list(outside)
-
-
-def _is_size(node: Node) -> bool:
-    """Whether a node is a number, which is known, and no tensor."""
-    return node.op == "call_function" and not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
 
 
 class _Builder:
@@ -301,7 +284,7 @@ class _Builder:
         for node in received:
             self._placeholder(node, Source("argument", place=self.crossings[node].place))
         for node in self.owners.nodes:
-            if node in inside and _is_size(node):
+            if node in inside and is_size(node):
                 self._placeholder(node, Source("size", node.name))
             elif node in inside:
                 self.made_of[node] = self.new.node_copy(node, self.made_of.__getitem__)

@@ -12,7 +12,6 @@ from torch import nn
 
 from ...runtime.world import World
 from ..capture import Source
-from ..placing import Place
 from .assign import Assignment
 from .program import StageProgram
 from .schedule import BACKWARD, FORWARD, OF_INPUTS, OF_WEIGHTS, Action
@@ -23,7 +22,7 @@ _SEEDS = 2**62
 _SPREAD = 0x9E3779B97F4A7C15
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Planned:
     """A model's stages for micro-batches of one shape: the graphs of all, and the programs of this rank's."""
 
@@ -38,7 +37,6 @@ class Work:
     planned: by micro-batch.
     leaves: by micro-batch the arguments as leaves.
     module: whose parameters and buffers are read.
-    places: of this rank's parameters.
     """
 
     assignment: Assignment
@@ -46,7 +44,6 @@ class Work:
     leaves: Sequence[Sequence[Any]]
     shares: Sequence[float]
     module: nn.Module
-    places: Mapping[str, Place]
     device: torch.device
     backend: str | None
     seed: int
@@ -208,13 +205,8 @@ class _Step:
             last = assignment.schedule.stages - 1
             kind = self.work.planned[0].graphs[last].graph.of_kind("result")[-1][0].meta["val"].dtype
             total = total.to(kind)
-            _summed(total, self._line_of(range(assignment.schedule.stages)), assignment.axis)
+            assignment.reduce(total)
         return total
-
-    def _line_of(self, stages: Sequence[int]) -> tuple[int, ...]:
-        """The ranks of stages that have this rank's coordinates on other axes."""
-        rank = World.current().rank
-        return tuple(sorted({self.work.assignment.peer(rank, stage) for stage in stages}))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """By parameter its gradient; those of a parameter that several stages hold are added up."""
@@ -240,9 +232,5 @@ class _Step:
             return
         local = getattr(parameter, "_local_tensor", parameter)
         given = found.get(name, torch.zeros_like(local, requires_grad=False)).contiguous()
-        _summed(given, self._line_of(self.work.assignment.owners[name]), self.work.assignment.axis)
+        self.work.assignment.reduce(given, stages=self.work.assignment.owners[name])
         found[name] = given
-
-
-def _summed(tensor: torch.Tensor, ranks: tuple[int, ...], axis: str) -> None:
-    World.current().group(ranks, f"of pipeline axis {axis}").all_reduce(tensor).wait()

@@ -136,7 +136,7 @@ class BetweenRanks:
         self._row = assignment.row_of(self._world.rank)
         self._own = InProcess()
         self._links: dict[int, _Link] = {}
-        self._seen_at, self._sent_at = _times(orders, graphs, assignment)
+        self._seen_at, self._sent_at = _times(orders, graphs)
         for row, order in enumerate(orders):
             if row != self._row:
                 messages = [m for action in order for m in messages_of(action, graphs[action.microbatch])]
@@ -202,7 +202,7 @@ class BetweenRanks:
 
 
 def _times(
-    orders: Sequence[Sequence[Action]], graphs: Mapping[int, Sequence[StageGraph]], assignment: Assignment
+    orders: Sequence[Sequence[Action]], graphs: Mapping[int, Sequence[StageGraph]]
 ) -> tuple[dict[Message, int], dict[Message, int]]:
     """By message the number of the action that reads it, and of the one that sends it, each on its own rank."""
     seen, sent = dict[Message, int](), dict[Message, int]()

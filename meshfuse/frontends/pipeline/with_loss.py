@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ...errors import SourceLine, user_error
+from ..calls import Arguments
+from ..capture import Captured, captured
 from ..kv_caches import INNER
 
 TARGET = "target"  # What errors and `inputs=` call the loss function's second argument.
@@ -23,6 +26,11 @@ class WithLoss(nn.Module):
         self._loss = loss
         setattr(self, INNER, module)
 
+    def argument_names(self, names: Sequence[str], count: int) -> list[str]:
+        """What so many positional arguments are called, by the names of the model's own; with a loss the last one is
+        the target."""
+        return list(names) if self._loss is None else [*names[: max(count - 1, 0)], TARGET]
+
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         model = getattr(self, INNER)
         if self._loss is None:
@@ -31,7 +39,7 @@ class WithLoss(nn.Module):
 
 
 def _number_in(result: Any) -> torch.Tensor:
-    """The loss in a model's results; some other result where there is none, which `check_loss` finds."""
+    """The loss in a model's results; some other result where there is none, which `captured_loss` finds."""
     if isinstance(result, torch.Tensor):
         found = [result]
     elif getattr(result, "loss", None) is not None:
@@ -42,11 +50,21 @@ def _number_in(result: Any) -> torch.Tensor:
     return numbers[0] if numbers else found[0]
 
 
-def check_loss(value: torch.Tensor, line: SourceLine) -> None:
-    """Raises DefinitionError for a loss that has dims."""
+def captured_loss(
+    module: WithLoss, arguments: Arguments, device: torch.device, dtype: torch.dtype | None, line: SourceLine
+) -> Captured:
+    """The joint graph of a loss for these arguments. Raises DefinitionError for a loss that has dims.
+
+    dtype: of floating point parameters and arguments; None for their own.
+    """
+    args, kwargs = pytree.tree_unflatten(arguments.whole({}, device, dtype), arguments.call.tree)
+    with torch.enable_grad():
+        found = captured(module, args, kwargs, device, line, scalars_only=True, dtype=dtype, given=arguments.text)
+    value = found.of_kind("result")[0][0].meta["val"]
     if value.ndim:
         shape = [int(n) for n in value.shape]
         raise user_error(
             "step: the loss of the model", f"a result of shape {shape}", "a tensor without dims",
             "Return a loss, or pass loss= to mf.parallelize: a function of the model's result and a target.", line,
         )  # fmt: skip
+    return found
