@@ -15,6 +15,7 @@ the ring becomes faster. Measured in microseconds on one machine of two cores, q
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -193,19 +194,25 @@ def _options(world: Any) -> Any:
 def _device(place: Environment) -> Any:
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface:
-        return _device_of(interface.split(",")[0])
+        return _shared(os.getpid(), "interface", interface.split(",")[0])
     if place.one_host or place.own_address:
-        return dist.ProcessGroupGloo.create_device(hostname=place.own_address or LOOPBACK)
-    return dist.ProcessGroupGloo.create_default_device()
+        return _shared(os.getpid(), "hostname", place.own_address or LOOPBACK)
+    return _shared(os.getpid(), "", "")
 
 
-def _device_of(interface: str) -> Any:
+@functools.lru_cache(maxsize=8)
+def _shared(process: int, by: str, name: str) -> Any:
+    """One device for all groups of a process: each device is a thread that wakes a hundred times a second."""
+    if not by:
+        return dist.ProcessGroupGloo.create_default_device()
     try:
-        return dist.ProcessGroupGloo.create_device(interface=interface)
+        return dist.ProcessGroupGloo.create_device(**{by: name})
     except RuntimeError as error:
+        if by != "interface":
+            raise
         there = ", ".join(name for _, name in socket.if_nameindex())
         raise user_error(
-            "GLOO_SOCKET_IFNAME is no interface to connect by", f"{interface!r} ({error})", f"one of {there}",
+            "GLOO_SOCKET_IFNAME is no interface to connect by", f"{name!r} ({error})", f"one of {there}",
             "Unset it, or name another one.", caller_line(), ArgumentError,
         ) from None  # fmt: skip
 
