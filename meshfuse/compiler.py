@@ -220,7 +220,7 @@ def decided(
         best = cheaper(best, _forms(other, plan)[1])
     parts = effort.in_parts(graph)
     forms = (plain, best) if parts and best is not plain else (best,)
-    return functools.reduce(cheaper, [plan.refined(found.graph, parts, found.choices) for found in forms])
+    return functools.reduce(cheaper, [plan.refined(found, parts) for found in forms])
 
 
 def _rewritten(graph: Graph) -> Iterator[Graph]:

@@ -6,7 +6,7 @@ factor form of the rules is GSPMD's and Shardy's; deciding by modelled time is o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from .graph import Graph
@@ -15,7 +15,7 @@ from .placement.options import Choice
 from .planner.answer import Optimum
 from .planner.follow import followed
 from .planner.open_inputs import NOTHING_OPEN, OpenInputs
-from .planner.optimum import Solved, solved
+from .planner.optimum import Known, Solved, solved
 from .planner.prices import Prices
 from .planner.reshard_costs import whole_axes
 from .sharding.value import Sharding, fit_together
@@ -95,16 +95,15 @@ class Propagation:
     def __call__(self, graph: Graph) -> ShardedDefinition:
         return _sharded(graph, self._of(graph).plan())
 
-    def refined(self, graph: Graph, parts: bool, known: Sequence[Choice] = ()) -> ShardedDefinition:
-        """The plan in which the first and the last of equal layers may differ (`planner.equal_layers`).
+    def refined(self, found: ShardedDefinition, parts: bool) -> ShardedDefinition:
+        """A plan over whole axes, now with the first and the last of equal layers as they are best.
 
         parts: place the parts of axes one by one, too.
-        known: the best choices for the graph over whole axes and with equal layers all alike, if they are known.
-            Parts of axes are placed from other good ones, too.
         """
-        placements = [] if parts else [choice.placement for choice in known]
-        found = self._solved.get(id(graph)) or solved(graph, self.default_mesh, self._prices, placements, self.opened)
-        return _sharded(graph, found.refined(parts))
+        known = None if parts else Known([choice.placement for choice in found.choices], found.gap)
+        there = self._solved.get(id(found.graph))
+        there = there or solved(found.graph, self.default_mesh, self._prices, known, self.opened)
+        return _sharded(found.graph, there.refined(parts))
 
     def _of(self, graph: Graph) -> Solved:
         if id(graph) not in self._solved:
@@ -124,7 +123,8 @@ def propagate(graph: Graph, default_mesh: DeviceMesh, parts: bool = False) -> Sh
     default_mesh: the mesh of a program in which no annotation names one.
     parts: place the parts of axes one by one, too.
     """
-    return Propagation(default_mesh).refined(graph, parts)
+    plan = Propagation(default_mesh)
+    return plan.refined(plan(graph), parts)
 
 
 def follow(graph: Graph, default_mesh: DeviceMesh) -> ShardedDefinition:

@@ -48,6 +48,10 @@ class Classes:
         return Classes(of, len(there)), there
 
 
+# An array's least values along an axis: its method `min` is a detour through Python.
+_least = np.minimum.reduce
+
+
 _ONE = Classes(np.zeros(1, dtype=np.int64), 1)
 
 
@@ -72,6 +76,10 @@ class Edge(Protocol):
 
     def passed(self, values: Costs, back: bool) -> Costs:
         """For each label of the second side the least of (value of a label of the first + what both cost); or back."""
+        ...
+
+    def at(self, first: int, second: int) -> float:
+        """What a label of the first side and one of the second cost."""
         ...
 
     def only(self, first: Numbers, second: Numbers) -> Edge:
@@ -102,12 +110,15 @@ class Between:
 
     def passed(self, values: Costs, back: bool) -> Costs:
         if back:
-            return (self.costs + self.second.least(values)).min(1)[self.first.of]
-        return (self.costs + self.first.least(values)[:, None]).min(0)[self.second.of]
+            return _least(self.costs + self.second.least(values), 1)[self.first.of]
+        return _least(self.costs + self.first.least(values)[:, None], 0)[self.second.of]
+
+    def at(self, first: int, second: int) -> float:
+        return float(self.costs[self.first.of[first], self.second.of[second]])
 
     def only(self, first: Numbers, second: Numbers) -> Between:
         (one, rows), (two, columns) = self.first.only(first), self.second.only(second)
-        return Between(self.sides, self.costs[np.ix_(rows, columns)], one, two)
+        return Between(self.sides, self.costs[rows[:, None], columns], one, two)
 
     def between(self, sides: tuple[int, int]) -> Between:
         return replace(self, sides=sides)
@@ -131,6 +142,9 @@ class Same:
     def passed(self, values: Costs, back: bool) -> Costs:
         given, other = (self.second, self.first) if back else (self.first, self.second)
         return np.minimum(given.least(values), values.min() + self.penalty)[other.of]
+
+    def at(self, first: int, second: int) -> float:
+        return 0.0 if self.first.of[first] == self.second.of[second] else self.penalty
 
     def only(self, first: Numbers, second: Numbers) -> Same:
         one, two = Classes(self.first.of[first], self.first.count), Classes(self.second.of[second], self.second.count)
@@ -161,16 +175,22 @@ class FromEither:
     def passed(self, values: Costs, back: bool) -> Costs:
         if back:
             wanted = self.second.least(values)
-            ways = [(costs + wanted).min(1)[source.of] for costs, source in zip(self.costs, self.sources, strict=True)]
+            ways = [
+                _least(costs + wanted, 1)[source.of] for costs, source in zip(self.costs, self.sources, strict=True)
+            ]
             return np.minimum(*ways)
-        ways = [(costs + source.least(values)[:, None]).min(0)
+        ways = [_least(costs + source.least(values)[:, None], 0)
                 for costs, source in zip(self.costs, self.sources, strict=True)]  # fmt: skip
         return np.minimum(*ways)[self.second.of]
+
+    def at(self, first: int, second: int) -> float:
+        column, rows = self.second.of[second], [source.of[first] for source in self.sources]
+        return float(min(costs[row, column] for costs, row in zip(self.costs, rows, strict=True)))
 
     def only(self, first: Numbers, second: Numbers) -> FromEither:
         two, columns = self.second.only(second)
         (one, rows), (other, others) = (source.only(first) for source in self.sources)
-        costs = (self.costs[0][np.ix_(rows, columns)], self.costs[1][np.ix_(others, columns)])
+        costs = (self.costs[0][rows[:, None], columns], self.costs[1][others[:, None], columns])
         return FromEither(self.sides, costs, (one, other), two)
 
     def between(self, sides: tuple[int, int]) -> FromEither:
@@ -192,10 +212,13 @@ class Dense:
     costs: Costs
 
     def passed(self, values: Costs, back: bool) -> Costs:
-        return (self.costs + values).min(1) if back else (self.costs + values[:, None]).min(0)
+        return _least(self.costs + values, 1) if back else _least(self.costs + values[:, None], 0)
+
+    def at(self, first: int, second: int) -> float:
+        return float(self.costs[first, second])
 
     def only(self, first: Numbers, second: Numbers) -> Dense:
-        return Dense(self.sides, self.costs[np.ix_(first, second)])
+        return Dense(self.sides, self.costs[first[:, None], second])
 
     def between(self, sides: tuple[int, int]) -> Dense:
         return replace(self, sides=sides)
@@ -233,9 +256,8 @@ class CostGraph:
 
     def value(self, labels: Sequence[int]) -> float:
         """What an assignment costs."""
-        one = [np.array([label]) for label in labels]
-        alone = sum(float(costs[label]) for costs, label in zip(self.costs, labels, strict=True))
-        return alone + sum(float(e.only(one[e.sides[0]], one[e.sides[1]]).table()[0, 0]) for e in self.edges)
+        alone = sum([float(costs[label]) for costs, label in zip(self.costs, labels, strict=True)])
+        return alone + sum([edge.at(labels[edge.sides[0]], labels[edge.sides[1]]) for edge in self.edges])
 
     def most_above(self, other: CostGraph) -> float:
         """By how much an assignment may cost more than in a graph of the same labels at other costs, at most."""

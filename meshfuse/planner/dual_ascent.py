@@ -202,7 +202,10 @@ class Messages:
 
     def _belief(self, v: int) -> Costs:
         """What a variable's labels cost with all that its neighbours say."""
-        return self.graph.costs[v] + sum([self.sent[edge][side] for edge, side in self.at[v]])
+        out = self.graph.costs[v].copy()
+        for edge, side in self.at[v]:
+            out += self.sent[edge][side]
+        return out
 
     def sweep(self) -> None:
         """Once forward and once back."""

@@ -84,7 +84,7 @@ def eliminate(graph: CostGraph, order: Order) -> Assignment:
     for step in order.steps:
         table = buckets.table(step)
         chosen.append((step, table.argmin(0)))
-        least = table.min(0)
+        least = np.minimum.reduce(table, 0)
         if step.scope:
             buckets.add(step.scope, least)
         else:

@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,8 +35,15 @@ _MOST_ROUNDS = 11
 _MOST_PARTS = 4
 # Sweeps in which one part of an axis is placed anew: a better assignment is found early or not at all.
 _FEW_SWEEPS = 16
-# Labels of all ops together that are considered at once.
-_MOST_LABELS = 1_800
+# Labels of all ops together that are considered at once; where a tensor's readers share one place, more.
+_MOST_LABELS, _MOST_IN_HOMES = 1_800, 4_000
+
+
+class Known(NamedTuple):
+    """The placement of every op in an assignment, and its gap."""
+
+    placements: Sequence[Placement]
+    gap: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +51,20 @@ class Solved:
     """A program whose ops are on whole axes and whose equal layers are all alike, and its best assignment.
 
     axes: those that were placed one after another, where there were too many labels for all at once.
-    others: what was found in another order.
     """
 
     program: Program
     found: Certified
     axes: tuple[str, ...] = ()
-    others: tuple[tuple[Program, Certified], ...] = ()
+
+    @property
+    def gap(self) -> float | None:
+        """The part of the value by which a better assignment may cost less; None where that is not known."""
+        return None if self.axes or self.found.bound == -np.inf else self.found.gap
 
     def plan(self) -> Optimum:
         """The plan of this assignment, without its ops' next best placements."""
-        return Answer(self.program, self.found.assignment).plan(None if self.axes else self.found.gap, others=False)
+        return Answer(self.program, self.found.assignment).plan(self.gap, others=False)
 
     def refined(self, parts: bool) -> Optimum:
         """The plan whose first and last layers may be others.
@@ -64,44 +74,59 @@ class Solved:
         frame = self.program.frame
         atoms_of = _among(_named_axes(frame.graph, frame.opened), parts_of_axes)
         if not parts or all(len(atoms_of(mesh)) == len(self.program.atoms_of(mesh)) for mesh in frame.meshes):
-            gap = None if self.axes else self.found.gap
-            return _with_ends(self.program, self.found, gap, [{"along": axis} for axis in self.axes or (None,)])
+            return _with_ends(self.program, self.found, self.gap, [{"along": axis} for axis in self.axes or (None,)])
         if not self.axes and _count(frame, atoms_of) <= _MOST_LABELS:
-            program, best = _all_parts(self.program, self.found, atoms_of)
+            program, best = _all_parts(self.program, atoms_of, self._in_atoms(atoms_of))
             if not best.gap:
                 return _with_ends(program, best, best.gap, [{}])
         # The minor part first: it leaves neighbouring blocks together on the others.
         count = max(len(atoms_of(mesh)) for mesh in frame.meshes)
         ways = [{"free": frozenset([part])} for part in reversed(range(count))]
-        starts = [(self.program, self.found), *self.others]
-        return _with_ends(*_best([_in_parts(*start, atoms_of, ways) for start in starts]), None, ways)
+        best = _in_parts(self.program, atoms_of, self._in_atoms(atoms_of), ways)
+        if self.program.homes:  # Of so many labels others may be found from a start that says nothing.
+            nothing = whole_labels(frame.graph, frame.meshes[0], atoms_of)
+            best = _best([best, _in_parts(self.program, atoms_of, nothing, ways[::-1])])
+        return _with_ends(*best, None, ways)
+
+    def _in_atoms(self, atoms_of: AtomsOf) -> list[Label]:
+        """The labels of this assignment with axes in parts."""
+        labels = self.program.chosen(self.found.assignment.labels)
+        return [_in_atoms(self.program.atoms_of, atoms_of, label) for label in labels]
 
 
 def solved(
-    graph: Graph, default_mesh: DeviceMesh, prices: Prices, known: Sequence[Placement] = (),
+    graph: Graph, default_mesh: DeviceMesh, prices: Prices, known: Known | None = None,
     opened: OpenInputs = NOTHING_OPEN,
 ) -> Solved:  # fmt: skip
     """A graph's best assignment on the meshes that its annotations name, or on this one.
 
-    known: the placement of every op in it, if it is known and only the proof may be lacking.
+    known: the best assignment, if it is known.
     opened: the inputs whose places are to be found.
     """
     meshes = tuple(dict.fromkeys(note.mesh for note in graph.annotations.values())) or (default_mesh,)
     mesh, *others = meshes
     frame, atoms_of = Frame.of(graph, meshes, opened), _among(_named_axes(graph, opened), whole_axes)
     axes = tuple([axis.axis for axis in sorted(atoms_of(mesh), key=lambda axis: -(axis.size or 1)) if axis.axis])
-    if others or len(axes) < 2 or _count(frame, atoms_of) <= _MOST_LABELS:
-        program = Program(frame, prices, atoms_of)
+    count = 0 if others or len(axes) < 2 else _count(frame, atoms_of)
+    make = functools.partial(Program, frame, prices, atoms_of, homes=count > _MOST_LABELS)
+    axes = axes if count > _MOST_IN_HOMES else ()
+    if known is not None:
+        return _taken(make, known, axes)
+    if not axes:
+        program = make()
         return Solved(program, _solved(program))
-    labels = [Label(p, None) for p in known] or whole_labels(graph, mesh, atoms_of)
-    make = functools.partial(Program, frame, prices, atoms_of, homes=True)
-    if known:
-        program = make(labels, along=axes[0])
-        program.build()
-        return Solved(program, Certified(program.assigned(labels), -np.inf), axes)
-    found = [_from_whole(make, labels, order) for order in (axes, axes[::-1])]
-    best = _best(found)
-    return Solved(*best, axes, tuple(other for other in found if other is not best))
+    labels = whole_labels(graph, mesh, atoms_of)
+    return Solved(*_best([_from_whole(make, labels, order) for order in (axes, axes[::-1])]), axes)
+
+
+def _taken(make: Callable[..., Program], known: Known, axes: tuple[str, ...]) -> Solved:
+    """A known assignment, as the only one of its program."""
+    labels = [Label(placement, None) for placement in known.placements]
+    program = make(labels, free=frozenset())
+    program.build()
+    found = program.assigned(labels)
+    bound = -np.inf if known.gap is None else found.value - known.gap * abs(found.value)
+    return Solved(program, Certified(found, bound), axes)
 
 
 def _best(found: Sequence[tuple[Program, Certified]]) -> tuple[Program, Certified]:
@@ -134,19 +159,17 @@ def _one_by_one(
     return program, found
 
 
-def _all_parts(program: Program, found: Certified, atoms_of: AtomsOf) -> tuple[Program, Certified]:
+def _all_parts(program: Program, atoms_of: AtomsOf, labels: Sequence[Label]) -> tuple[Program, Certified]:
     """The best assignment over all parts of axes at once."""
-    labels = [_in_atoms(program.atoms_of, atoms_of, label) for label in program.chosen(found.assignment.labels)]
     prices = program.prices.over(parts_of_axes)
     there = Program(program.frame, prices, atoms_of, labels)
     return there, _solved(there, labels)
 
 
 def _in_parts(
-    program: Program, found: Certified, atoms_of: AtomsOf, ways: Sequence[Mapping[str, Any]]
+    program: Program, atoms_of: AtomsOf, labels: Sequence[Label], ways: Sequence[Mapping[str, Any]]
 ) -> tuple[Program, Certified]:
     """The best assignment that is found by placing one part of an axis anew in all ops, as long as that pays."""
-    labels = [_in_atoms(program.atoms_of, atoms_of, label) for label in program.chosen(found.assignment.labels)]
     make = functools.partial(Program, program.frame, program.prices.over(parts_of_axes), atoms_of, homes=program.homes)
     first = make(labels, **ways[0])
     return _one_by_one(make, ways, first, _solved(first, labels, _FEW_SWEEPS), tried=1)

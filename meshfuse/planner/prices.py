@@ -9,7 +9,7 @@ import numpy as np
 from ..ops.values import TensorType
 from ..sharding.value import Sharding
 from .cost_graph import Costs, Numbers
-from .reshard_costs import NONE, ROUGH, AtomsOf, exact_seconds, reshard_costs
+from .reshard_costs import DISPLACED, GOOD, LOW, NONE, UNEVEN, AtomsOf, exact_seconds, least_seconds, reshard_costs
 
 Shardings = tuple[Sharding, ...]
 # Two shardings of a tensor of this type.
@@ -17,8 +17,8 @@ Pair = tuple[Sharding, Sharding, TensorType]
 _Exact = dict[tuple[Sharding, Sharding], float]
 # Seconds by which prices count as equal.
 _SAME = 1e-13
-# Pairs of one table whose cheapest paths are searched because closed forms are rough for them.
-_MOST_EXACT = 256
+# Pairs of one table whose cheapest paths are searched at most.
+_MOST_SEARCHED = 256
 
 
 class Prices:
@@ -39,17 +39,19 @@ class Prices:
         """Make the table between these, which others are parts of."""
         self._matrix(ttype).numbers(shardings)
 
-    def table(self, sources: Shardings, targets: Shardings, ttype: TensorType, rough: bool = False) -> Costs:
-        """Seconds from every source to every target; inf where there is no way.
-
-        rough: take closed forms where these are rough, too.
-        """
+    def table(self, sources: Shardings, targets: Shardings, ttype: TensorType) -> Costs:
+        """Seconds from every source to every target, or a lower bound of them; inf where there is no way."""
         matrix = self._matrix(ttype)
-        return matrix.table(matrix.numbers(sources), matrix.numbers(targets), rough)
+        return matrix.table(matrix.numbers(sources), matrix.numbers(targets))
 
     def seconds(self, source: Sharding, target: Sharding, ttype: TensorType) -> float:
         """Seconds from one sharding to another."""
         return 0.0 if source is target else float(self.table((source,), (target,), ttype)[0, 0])
+
+    def most(self, source: Sharding, target: Sharding, ttype: TensorType) -> float:
+        """Seconds from one sharding to another, no lower bound of them."""
+        self._matrix(ttype).search_if_rough(source, target)
+        return self.seconds(source, target, ttype)
 
     def correct(self, pairs: Iterable[Pair]) -> bool:
         """Take the exact prices of these pairs; returns whether any was another than in its table."""
@@ -67,10 +69,15 @@ class Prices:
 
 
 class _Matrix:
-    """Seconds from each sharding of tensors of one type to each other, of those that were asked for so far."""
+    """Seconds from each sharding of tensors of one type to each other, of those that were asked for so far.
+
+    searched: whether the cheapest paths are searched for pairs of which closed forms say too little: an answer that
+        used one of them at its lower bound would use others after it.
+    """
 
     def __init__(self, ttype: TensorType, atoms_of: AtomsOf, exact: _Exact):
         self.ttype, self.atoms_of, self.exact = ttype, atoms_of, exact
+        self.searched = False
         self.shardings: dict[Sharding, int] = {}
         self.costs = np.zeros((0, 0))
         self.quality = np.zeros((0, 0), dtype=np.int64)
@@ -86,29 +93,42 @@ class _Matrix:
             found = self._numbers[shardings] = np.array([self.shardings[s] for s in shardings], dtype=np.int64)
         return found
 
-    def table(self, rows: Numbers, columns: Numbers, rough: bool) -> Costs:
-        """[rows, columns]: those for which closed forms are rough are searched, if they shall be and are not many."""
+    def table(self, rows: Numbers, columns: Numbers) -> Costs:
+        """[rows, columns]: exact prices, lower bounds until one of these has been found too low, or closed forms."""
         at = np.ix_(rows, columns)
         quality = self.quality[at]
         if quality.any():
-            searched, listed = np.argwhere(quality == ROUGH), [*self.shardings]
-            for n, m in (
-                *np.argwhere(quality == NONE),
-                *(searched if len(searched) <= _MOST_EXACT and not rough else ()),
-            ):
+            listed = [*self.shardings]
+            for n, m in np.argwhere(quality == DISPLACED):
+                place = rows[n], columns[m]
+                self.costs[place] = least_seconds(listed[rows[n]], listed[columns[m]], self.ttype)
+                self.quality[place] = LOW
+            rough = (quality == UNEVEN) | ((quality == LOW) & self.searched)
+            asked = quality == NONE if rough.sum() > _MOST_SEARCHED else rough | (quality == NONE)
+            for n, m in np.argwhere(asked):
                 self.correct(listed[rows[n]], listed[columns[m]])
         return self.costs[at]
+
+    def search_if_rough(self, source: Sharding, target: Sharding) -> None:
+        """Put in a pair's exact price if its closed form may be another."""
+        rows, columns = self.numbers((source,)), self.numbers((target,))
+        if self.quality[rows[0], columns[0]] > GOOD:
+            self.correct(source, target)
 
     def correct(self, source: Sharding, target: Sharding) -> bool:
         """Put in a pair's exact price; returns whether it was there at another one."""
         if (source, target) not in self.exact:
             self.exact[source, target] = exact_seconds(source, target, self.ttype)
         self.numbers((source, target))
-        return self._put((self.shardings[source], self.shardings[target]), self.exact[source, target])
+        place = self.shardings[source], self.shardings[target]
+        was_low = bool(self.quality[place] == LOW)
+        changed = self._put(place, self.exact[source, target])
+        self.searched = self.searched or (was_low and changed)
+        return changed
 
     def _put(self, place: tuple[int, int], seconds: float) -> bool:
         before = self.costs[place]
-        self.costs[place], self.quality[place] = seconds, 0
+        self.costs[place], self.quality[place] = seconds, GOOD
         return bool(before != seconds and not abs(before - seconds) <= _SAME)
 
     def _add(self, new: list[Sharding]) -> None:

@@ -77,8 +77,7 @@ class Program:
 
     atoms_of, around, free, along: which labels ops have (`LabelMaker`).
     homes: whether all readers of a tensor take it from one place, which makes for far smaller tables of elimination. As
-        slices cost nothing, there is little that a copy beside the tensor saves more. Prices in closed form are then
-        exact only where the answer uses them.
+        slices cost nothing, there is little that a copy beside the tensor saves more.
     """
 
     frame: Frame
@@ -96,8 +95,7 @@ class Program:
     limit: float = 0.0
 
     def __post_init__(self) -> None:
-        between = not self.homes
-        self.labels = LabelMaker(self.frame, self.atoms_of, self.around, self.free, self.along, between).all()
+        self.labels = LabelMaker(self.frame, self.atoms_of, self.around, self.free, self.along).all()
 
     def ttype(self, tensor: int) -> TensorType:
         """The type of a tensor."""
@@ -166,12 +164,12 @@ class Program:
             *itertools.permutations(on, 2),
             *([(a, b) for s in on for a, b in ((s, note), (note, s))] if note else ()),
         ]
-        return sum([self.prices.seconds(source, target, ttype) for source, target in pairs])
+        return sum([self.prices.most(source, target, ttype) for source, target in pairs])
 
     # prices -----------------------------------------------------------------------------------------------------
 
     def _table(self, sources: Shardings, targets: Shardings, tensor: int) -> Costs:
-        table = np.minimum(self.prices.table(sources, targets, self.ttype(tensor), self.homes), self.impossible)
+        table = np.minimum(self.prices.table(sources, targets, self.ttype(tensor)), self.impossible)
         along = self.frame.kept.get(tensor)
         return (
             table

@@ -15,7 +15,7 @@ import numpy as np
 from .cost_graph import CostGraph, Costs, Dense, Edge
 
 # Cells of the largest table of labels by labels: edges of more are quicker by what their labels have in common.
-_MOST_CELLS = 1 << 15
+_MOST_CELLS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,13 @@ import numpy as np
 from ..costs import Form, all_gather_forms, all_reduce_forms, all_to_all_forms, permute, reduce_scatter_forms
 from ..mesh import DeviceMesh
 from ..ops.values import TensorType
+from ..reshard.atoms import cuts_of
+from ..reshard.bounds import bound_of
 from ..reshard.prices import A2A_SECONDS, EXCHANGE_SECONDS, SLICE_SECONDS, STEP_SECONDS, between, link_over
 from ..reshard.search import plan
 from ..sharding import layout as lay
 from ..sharding.layout import Split
-from ..sharding.value import Sharding
+from ..sharding.value import Sharding, nested
 from .cost_graph import Costs
 
 _Forms = Callable[[int], tuple[Form, ...]]
@@ -93,8 +95,9 @@ def _side(shardings: Sequence[Sharding], ttype: TensorType, atoms: Atoms) -> _Si
 AtomsOf = Callable[[DeviceMesh], Atoms]
 
 
-# How good a closed form is: as the cheapest path, rough, or there is none.
-_GOOD, ROUGH, NONE = range(3)
+# How good a closed form is: as the cheapest path; not above it; rough, as blocks change places or are of several sizes;
+# or there is none.
+GOOD, LOW, DISPLACED, UNEVEN, NONE = range(5)
 
 
 def reshard_costs(
@@ -105,7 +108,7 @@ def reshard_costs(
     `atoms_of` gives the axes of a mesh, or the parts of axes, that shardings are made of.
     """
     costs = np.empty((len(sources), len(targets)))
-    quality = np.full(costs.shape, _GOOD)
+    quality = np.full(costs.shape, GOOD)
     for mesh, rows in _by_mesh(sources).items():
         for other, columns in _by_mesh(targets).items():
             sides, at = ([sources[n] for n in rows], [targets[n] for n in columns]), np.ix_(rows, columns)
@@ -143,16 +146,28 @@ def _within(
         one, other = (_side([side[n] for n in there], ttype, atoms)
                       for side, there in zip((sources, targets), known, strict=True))  # fmt: skip
         at = np.ix_(*known)
-        costs[at] = _between(one, other, sources[0].mesh, atoms)
-        quality[at] = np.where(_rough_pairs(one, other), ROUGH, _GOOD)
+        mesh = sources[0].mesh
+        costs[at] = _between(one, other, mesh, atoms)
+        # Where bytes alone decide, and all links are alike, nothing takes less than the closed form of such a change.
+        displaced = LOW if mesh.uniform and mesh.links[0].is_bytes_only else DISPLACED
+        found = np.where(_displaced(one, other), displaced, GOOD)
+        found[one.uneven[:, None] | other.uneven[None, :]] = UNEVEN
+        quality[at] = np.where(np.isfinite(costs[at]), found, GOOD)
     return costs, quality
 
 
-def _rough_pairs(sources: _Side, targets: _Side) -> np.ndarray:
-    """Pairs for which closed forms are rough: blocks of a dim that change places, and uneven ones."""
+def _displaced(sources: _Side, targets: _Side) -> np.ndarray:
+    """The pairs in which blocks of a dim change places."""
     same = (sources.places[:, None] == targets.places[None, :]) & (sources.places[:, None] >= 0)
-    rough = (same & (sources.above[:, None] != targets.above[None, :])).any(-1)
-    return rough | sources.uneven[:, None] | targets.uneven[None, :]
+    return (same & (sources.above[:, None] != targets.above[None, :])).any(-1)
+
+
+def least_seconds(source: Sharding, target: Sharding, ttype: TensorType) -> float:
+    """What a path takes at least, without a search for it."""
+    cuts = cuts_of((source, target))
+    if not all(map(nested, cuts.by_axis.values())):
+        return exact_seconds(source, target, ttype)
+    return bound_of(cuts, target, ttype.shape, ttype.dtype.itemsize).seconds(source)
 
 
 def exact_seconds(source: Sharding, target: Sharding, ttype: TensorType) -> float:
