@@ -12,7 +12,8 @@ from torch import nn
 from ..backends.assignment import requested
 from ..definition.checks import checked_mesh
 from ..errors import SourceLine, caller_line, located, shown, user_error
-from .module_state import STATE, Options, State
+from .module_state import STATE, State
+from .options import Options
 from .parallel_module import ParallelModule, parallel_class
 from .placing import Places, check_world, place_mesh_of
 from .plans import ModulePlan, checked_specs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,25 +9,12 @@ from ..errors import SourceLine
 from .autograd import Runner
 from .capture import Captured
 from .draws import GeneratorDraws
+from .options import Options
 from .pipeline.door import Stepper
 from .placing import Place, Places
-from .plans import ModulePlan, Spec
-from .precision import Precision
+from .plans import ModulePlan
 
 STATE = "_meshfuse"  # The attribute of a module that has it.
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What a user has asked for, beside the plan."""
-
-    inputs: Mapping[str, Spec]
-    dynamic: Mapping[str, Spec]
-    precision: Precision | None
-    backend: str | None
-    max_memory: float | None
-    replicate: bool
-    recomputed: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)

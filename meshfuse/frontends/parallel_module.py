@@ -25,10 +25,11 @@ from .autograd import Runner
 from .calls import Arguments, Call, read_call
 from .capture import Captured, captured
 from .fsdp import FSDP
-from .joint import Half, Setting, planned
+from .joint import Half, planned
 from .kv_caches import WithCaches
 from .loading import init_weights, load
-from .module_state import STATE, Options, State
+from .module_state import STATE, State
+from .options import Options
 from .patterns import matches, nearest
 from .pipeline.assign import Assignment, assigned
 from .pipeline.assign import whole as on_all_ranks
@@ -128,11 +129,7 @@ def _assignment(module: nn.Module, mesh: DeviceMesh, pipeline: Any, loss: Any, l
 
 
 def _stepper(module: nn.Module, state: State, assignment: Assignment, elsewhere: Elsewhere, loss: Any) -> Stepper:
-    given = state.options
-    options = StepOptions(
-        tuple(state.names), given.inputs, given.precision, given.backend, given.max_memory, given.replicate, loss,
-        state.line, given.recomputed,
-    )  # fmt: skip
+    options = StepOptions(tuple(state.names), state.options, loss, state.line)
     return Stepper(
         module, assignment, options, state.plan, state.places, state.parameters, elsewhere,
         functools.partial(as_plain, module), state.draws,
@@ -361,11 +358,7 @@ def _made(module: Any, state: State, call: Call, line: SourceLine, all_results: 
     options, places = state.options, state.places
     arguments = Arguments(state.names, options.inputs, state.plan, places.is_simulated, call, line)
     graph = _captured(module, state, arguments, line, all_results)
-    setting = Setting(
-        state.plan, dict(enumerate(arguments.names)), arguments.shapes, arguments.specs, state.line,
-        _kept_dtypes(module, state, call), options.precision.reduce if options.precision is not None else None,
-        arguments.batch(), graph.numbers_only, options.replicate, options.max_memory,
-    )  # fmt: skip
+    setting = options.setting(module, state.plan, arguments, state.line, graph.numbers_only)
 
     def full() -> Runner:
         if (call.key, "all") not in state.runners:
@@ -384,13 +377,12 @@ def _captured(module: Any, state: State, arguments: Arguments, line: SourceLine,
     options, call, device = state.options, arguments.call, state.places.device
     key = (arguments.key(options.dynamic), all_results)
     if key not in state.graphs:
-        dtype = options.precision.param if options.precision is not None else None
-        example = arguments.whole(options.dynamic, device, dtype)
+        example = arguments.whole(options.dynamic, device, options.dtype)
         numbers_only = call.has_gradient and not all_results
         with as_plain(module), torch.set_grad_enabled(call.has_gradient):
             entry, args, kwargs = _entry(module, call, example)
             state.graphs[key] = captured(
-                entry, args, kwargs, device, line, scalars_only=numbers_only, dtype=dtype, given=arguments.text
+                entry, args, kwargs, device, line, scalars_only=numbers_only, dtype=options.dtype, given=arguments.text
             )
             mark_recomputed(state.graphs[key], options.recomputed)
     return state.graphs[key]
@@ -405,14 +397,6 @@ def _entry(module: nn.Module, call: Call, leaves: list[Any]) -> tuple[nn.Module,
     assert len(plain) == len(call.places)
     given = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
     return WithCaches(module, leaves[:count], call.tree, call.caches), tuple(given), {}
-
-
-def _kept_dtypes(module: nn.Module, state: State, call: Call) -> dict[Any, torch.dtype]:
-    """The types in which parameters, by name, and arguments, by place, are kept where the graph has another."""
-    if state.options.precision is None or state.options.precision.param is None:
-        return {}
-    kept: dict[Any, torch.dtype] = {n: p.dtype for n, p in module.named_parameters() if p.is_floating_point()}
-    return kept | {i: call.leaves[i].dtype for i in call.places if call.leaves[i].is_floating_point()}
 
 
 @contextmanager

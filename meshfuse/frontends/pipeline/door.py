@@ -18,10 +18,9 @@ from ...report.memory import modelled_memory
 from ...resharding import shard_bytes
 from ..calls import Arguments, Call, read_call
 from ..capture import Captured
-from ..joint import Setting
+from ..options import Options
 from ..placing import Place, Places
-from ..plans import ModulePlan, Spec
-from ..precision import Precision
+from ..plans import ModulePlan
 from ..recompute import mark_recomputed
 from .assign import Assignment
 from .elsewhere import Elsewhere
@@ -38,14 +37,9 @@ class StepOptions:
     """What `parallelize` was told that matters here. names: of the forward's arguments, and of the target."""
 
     names: tuple[str, ...]
-    inputs: Mapping[str, Spec]
-    precision: Precision | None
-    backend: str | None
-    max_memory: float | None
-    replicate: bool
+    asked: Options
     loss: Callable[[Any, Any], torch.Tensor] | None
     line: SourceLine
-    recomputed: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +108,7 @@ class Stepper:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         call = Call(leaves, tree, (), None, False)
         names = Arguments(self._names(args), {}, self.plan, True, call, self.options.line).names
-        specs = self.options.inputs
+        specs = self.options.asked.inputs
         return {i for i, name in enumerate(names) if name in specs and specs[name] and specs[name][0] is not None}
 
     def _names(self, args: tuple[Any, ...]) -> list[str]:
@@ -123,7 +117,7 @@ class Stepper:
     def _work(self, parts: MicroBatches, planned: list[Planned]) -> Work:
         leaves = [pytree.tree_leaves(part) for part in parts.parts]
         return Work(
-            self.assignment, planned, leaves, parts.shares, self.module, self.places.device, self.options.backend,
+            self.assignment, planned, leaves, parts.shares, self.module, self.places.device, self.options.asked.backend,
             self.draw(),
         )  # fmt: skip
 
@@ -150,7 +144,7 @@ class Stepper:
         places = self.places
         arguments = Arguments(
             self._names(args),
-            self.options.inputs,
+            self.options.asked.inputs,
             self.plan,
             places.is_simulated,
             call,
@@ -159,7 +153,7 @@ class Stepper:
         graph = self._captured(arguments, line)
         stages = stage_graphs(graph, self.assignment.cuts, len(call.leaves), self.options.line)
         check_weights(stages, self.assignment.owners, self.options.line)
-        setting = self._setting(arguments, call)
+        setting = self.options.asked.setting(self.module, self.plan, arguments, self.options.line, free=True)
         split = self.schedule.is_split
         programs = {
             stage: stage_program(stages[stage], replace(setting, plan=self._plan_of(stage)), split)
@@ -171,24 +165,11 @@ class Stepper:
         return replace(self.plan, mesh=self.assignment.mesh_of(stage))
 
     def _captured(self, arguments: Arguments, line: SourceLine) -> Captured:
-        precision = self.options.precision
-        dtype = precision.param if precision is not None else None
+        dtype = self.options.asked.dtype
         with self.plain(), self.elsewhere.there():
             found = captured_loss(self.whole, arguments, self.places.device, dtype, line)
-        mark_recomputed(found, self.options.recomputed)
+        mark_recomputed(found, self.options.asked.recomputed)
         return found
-
-    def _setting(self, arguments: Arguments, call: Call) -> Setting:
-        precision, options = self.options.precision, self.options
-        kept: dict[Any, torch.dtype] = {}
-        if precision is not None and precision.param is not None:
-            kept = {n: p.dtype for n, p in self.module.named_parameters() if p.is_floating_point()}
-            kept |= {i: call.leaves[i].dtype for i in call.places if call.leaves[i].is_floating_point()}
-        return Setting(
-            self.plan, dict(enumerate(arguments.names)), arguments.shapes, arguments.specs, options.line, kept,
-            precision.reduce if precision is not None else None, arguments.batch(), True, options.replicate,
-            options.max_memory,
-        )  # fmt: skip
 
     # what it costs
 
