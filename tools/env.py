@@ -107,8 +107,9 @@ def make(spec: Spec) -> Path:
 
 
 def _stamp(spec: Spec) -> str:
-    """What the thin environment was made from; pyproject.toml is in it for the console scripts."""
-    return f"{spec.cached}\n{hashlib.sha256((ROOT / 'pyproject.toml').read_bytes()).hexdigest()}\n"
+    """What the thin environment was made from: of the checkout its console scripts and its version."""
+    written = [(ROOT / name).read_bytes() for name in ("pyproject.toml", "meshfuse/version.py")]
+    return f"{spec.cached}\n{hashlib.sha256(b''.join(written)).hexdigest()}\n"
 
 
 def _fill_cache(spec: Spec) -> None:
