@@ -134,16 +134,22 @@ def torch_mesh_of(mesh: DeviceMesh, device: torch.device) -> Any:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
     if not dist.is_initialized():
-        join_default_group(World.current(), device, None)
+        join_default_group(World.current(), device)
     ranks = torch.tensor(mesh.ranks).reshape(mesh.shape)
     return TorchMesh(device.type, ranks, mesh_dim_names=mesh.names)
 
 
-def join_default_group(world: World, device: torch.device, seconds: float | None, times: int = 0) -> None:
-    """Make torch's default process group of the world's ranks, after it was made and left so many times.
+def join_default_group(
+    world: World, device: torch.device, seconds: float | None = None, times: int | None = None
+) -> None:
+    """Make torch's default process group of the world's ranks.
 
     seconds: the limit of its waits; None for torch's own.
+    times: how often it was made and left before: what its ranks find each other by is another one each time. None for
+        as often as this function made it.
     """
+    if times is None:
+        times, world.default_groups = world.default_groups, world.default_groups + 1
     backend = "nccl" if device.type == "cuda" else "gloo"
     if world.place.one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -35,8 +35,9 @@ _MOST_ROUNDS = 11
 _MOST_PARTS = 4
 # Sweeps in which one part of an axis is placed anew: a better assignment is found early or not at all.
 _FEW_SWEEPS = 16
-# Labels of all ops together that are considered at once; where a tensor's readers share one place, more.
-_MOST_LABELS, _MOST_IN_HOMES = 1_800, 4_000
+# Labels of all ops together that are considered at once where a tensor's readers may share copies, and labels of one op
+# where they share one place: a table of these has so many squared.
+_MOST_LABELS, _MOST_OF_AN_OP = 1_800, 150
 
 
 class Known(NamedTuple):
@@ -75,7 +76,7 @@ class Solved:
         atoms_of = _among(_named_axes(frame.graph, frame.opened), parts_of_axes)
         if not parts or all(len(atoms_of(mesh)) == len(self.program.atoms_of(mesh)) for mesh in frame.meshes):
             return _with_ends(self.program, self.found, self.gap, [{"along": axis} for axis in self.axes or (None,)])
-        if not self.axes and _count(frame, atoms_of) <= _MOST_LABELS:
+        if not self.axes and sum(_counts(frame, atoms_of)) <= _MOST_LABELS:
             program, best = _all_parts(self.program, atoms_of, self._in_atoms(atoms_of))
             if not best.gap:
                 return _with_ends(program, best, best.gap, [{}])
@@ -107,9 +108,9 @@ def solved(
     mesh, *others = meshes
     frame, atoms_of = Frame.of(graph, meshes, opened), _among(_named_axes(graph, opened), whole_axes)
     axes = tuple([axis.axis for axis in sorted(atoms_of(mesh), key=lambda axis: -(axis.size or 1)) if axis.axis])
-    count = 0 if others or len(axes) < 2 else _count(frame, atoms_of)
-    make = functools.partial(Program, frame, prices, atoms_of, homes=count > _MOST_LABELS)
-    axes = axes if count > _MOST_IN_HOMES else ()
+    counts = [0] if others or len(axes) < 2 else _counts(frame, atoms_of)
+    make = functools.partial(Program, frame, prices, atoms_of, homes=sum(counts) > _MOST_LABELS)
+    axes = axes if sum(counts) > _MOST_LABELS and max(counts) > _MOST_OF_AN_OP else ()
     if known is not None:
         return _taken(make, known, axes)
     if not axes:
@@ -188,10 +189,10 @@ def _with_ends(program: Program, found: Certified, gap: float | None, ways: Sequ
     return Answer(there, better.assignment).plan(gap)
 
 
-def _count(frame: Frame, atoms_of: AtomsOf) -> int:
-    """About how many labels the ops have."""
+def _counts(frame: Frame, atoms_of: AtomsOf) -> list[int]:
+    """About how many labels each op has."""
     atoms = max(len(atoms_of(mesh)) for mesh in frame.meshes)
-    return sum((len(frame.graph.nodes[op].rule.factors) + 1) ** atoms for op in frame.ops)
+    return [(len(frame.graph.nodes[op].rule.factors) + 1) ** atoms for op in frame.ops]
 
 
 def _named_axes(graph: Graph, opened: OpenInputs = NOTHING_OPEN) -> frozenset[tuple[DeviceMesh, str]]:

@@ -85,6 +85,7 @@ class World:
         self.waiting: Work | None = None
         self.activity: Activity | None = None
         self.recorder: Any = None  # What records its programs' kernels and communications.
+        self.default_groups = 0  # Times that torch's default process group was made of these ranks.
         self._gone: set[int] = set()
         self._process = os.getpid()
         self._groups: dict[tuple[int, ...], Group] = {}

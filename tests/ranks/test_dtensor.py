@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import meshfuse as mf
+from meshfuse.frontends.placing import join_default_group
 
 pytestmark = pytest.mark.ranks
 
@@ -21,11 +21,8 @@ def torch_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None) -> Any:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    world = mf.World.current()
     if not dist.is_initialized():
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = dist.PrefixStore("dtensor", world.store)
-        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+        join_default_group(mf.World.current(), torch.device("cpu"))
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 

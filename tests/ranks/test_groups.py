@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from rank_pool import RankPool, run_bare
 
 import meshfuse as mf
+from meshfuse.frontends.placing import join_default_group
 
 pytestmark = pytest.mark.ranks
 
@@ -76,8 +77,7 @@ def on_rank_of_torch_mesh() -> list[str]:
 
     world = mf.World.current()
     if not dist.is_initialized():
-        store = dist.PrefixStore("torch", world.store)
-        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+        join_default_group(world, torch.device("cpu"))
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     row, wrong = both["tp"], []
     for step in range(6 + 5 * both.get_local_rank("dp")):

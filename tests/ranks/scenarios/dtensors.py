@@ -11,23 +11,20 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import meshfuse.nvfuser_direct as nvfuser
+from meshfuse import World
+from meshfuse.frontends.placing import join_default_group
 from meshfuse.nvfuser_direct import DataType, FusionDefinition, ParallelType
-from tools import columns, rank, rows, same, size
+from tools import columns, rows, same, size
 
 
 def torch_mesh(*names: str) -> Any:
     """torch's mesh of all ranks, in its own default process group."""
-    if not dist.is_initialized():
-        store = dist.PrefixStore("scenarios", _store())
-        dist.init_process_group("gloo", store=store, rank=rank(), world_size=size())
+    if not dist.is_initialized() and size() > 1:
+        join_default_group(World.current(), torch.device("cpu"))
+    elif not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     shape = (size(),) if len(names) == 1 else (rows(), columns())
     return dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-def _store() -> dist.Store:
-    from meshfuse import World
-
-    return World.current().store if size() > 1 else dist.HashStore()
 
 
 def annotate(tv: Any, tensor: DTensor) -> None:
