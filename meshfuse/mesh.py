@@ -76,7 +76,7 @@ class DeviceMesh:
     """
 
     __slots__ = (
-        "_coordinates", "_hash", "_over", "flops", "linked", "links", "memory", "names", "ranks", "shape", "uniform",
+        "_coordinates", "_hash", "_over", "flops", "links", "memory", "names", "ranks", "shape", "uniform",
     )  # fmt: skip
 
     shape: tuple[int, ...]
@@ -85,7 +85,6 @@ class DeviceMesh:
     links: tuple[Link, ...]
     flops: float
     memory: float
-    linked: bool
     uniform: bool
 
     def __init__(
@@ -107,14 +106,19 @@ class DeviceMesh:
         axes = dict(zip(names, shape, strict=True))
         with located(line):
             costs = read_costs(axes, coordinates, links, flops, memory)
-            given = (links, flops, memory) != (None, None, None)
-            usual = read_costs(axes, coordinates, None, None, None) if given else costs
         self.links, self.flops, self.memory = costs
         self.uniform = len(set(self.links)) == 1
-        # By what they are and not by whether they were given: equal meshes stand for one another.
-        self.linked = costs != usual
         self._hash = hash((shape, names, flat, costs))
         self._coordinates = coordinates
+
+    @property
+    def linked(self) -> bool:
+        """Whether its links and rates are others than those of the default machine.
+
+        By what they are and not by whether they were given: equal meshes stand for one another.
+        """
+        axes = dict(zip(self.names, self.shape, strict=True))
+        return self.costs != read_costs(axes, self._coordinates, None, None, None)
 
     def __setattr__(self, name: str, value: object) -> None:
         if hasattr(self, "_coordinates"):

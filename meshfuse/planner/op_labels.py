@@ -63,6 +63,7 @@ class LabelMaker:
         axes would leave nothing to do with.
     free: numbers of atoms; only labels that differ from `around` in where these are then considered. None: all.
     along: an axis; only labels in which all others are on what they are on in `around` are then considered. None: all.
+    between: whether ops of layers between the first and the last of equal ones have labels but that in `around`.
     """
 
     frame: Frame
@@ -70,6 +71,7 @@ class LabelMaker:
     around: Sequence[Label] = ()
     free: frozenset[int] | None = None
     along: str | None = None
+    between: bool = True
 
     def all(self) -> list[Labels]:
         """The labels of every op, on each mesh; an op with an annotated result is on the annotation's."""
@@ -105,8 +107,11 @@ class LabelMaker:
         return (id(node.call), id(node.rule), meshes, asked, *facts)
 
     def _is_fixed(self, node: Node) -> bool:
-        """Whether an op of a layer between others stays while the first and the last layer are placed."""
-        return self.frame.ends and self.frame.ops[node.id] > 1
+        """Whether an op of a layer between others stays while the first and the last layer are placed.
+
+        Where there are many labels.
+        """
+        return not self.between and self.frame.ends and self.frame.ops[node.id] > 1
 
     def _is_in_chunks(self, node: Node) -> bool:
         """Whether an op's result is moved in chunks, or an operand is cut into some by the user."""

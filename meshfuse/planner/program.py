@@ -95,7 +95,8 @@ class Program:
     limit: float = 0.0
 
     def __post_init__(self) -> None:
-        self.labels = LabelMaker(self.frame, self.atoms_of, self.around, self.free, self.along).all()
+        between = not self.homes
+        self.labels = LabelMaker(self.frame, self.atoms_of, self.around, self.free, self.along, between).all()
 
     def ttype(self, tensor: int) -> TensorType:
         """The type of a tensor."""

@@ -16,9 +16,10 @@ def unify_links(graph: Graph) -> Graph:
     Raises DefinitionError where two annotations give one grid different links.
     """
     said: dict[object, tuple[DeviceMesh, int]] = {}
+    linked = {mesh: mesh.linked for mesh in {sharding.mesh for sharding in graph.annotations.values()}}
     for tensor, sharding in graph.annotations.items():
         mesh = sharding.mesh
-        if mesh.linked and said.setdefault(mesh.grid, (mesh, tensor))[0] != mesh:
+        if linked[mesh] and said.setdefault(mesh.grid, (mesh, tensor))[0] != mesh:
             _refuse(graph, said[mesh.grid], mesh, tensor)
     changed = {
         tensor: Sharding(said[old.mesh.grid][0], old.dims, old.partial, old.reduce)
