@@ -139,23 +139,19 @@ def torch_mesh_of(mesh: DeviceMesh, device: torch.device) -> Any:
     return TorchMesh(device.type, ranks, mesh_dim_names=mesh.names)
 
 
-def join_default_group(
-    world: World, device: torch.device, seconds: float | None = None, times: int | None = None
-) -> None:
-    """Make torch's default process group of the world's ranks.
+def join_default_group(world: World, device: torch.device, seconds: float | None = None) -> None:
+    """Make torch's default process group of the world's ranks, which may have been made and left before.
 
     seconds: the limit of its waits; None for torch's own.
-    times: how often it was made and left before: what its ranks find each other by is another one each time. None for
-        as often as this function made it.
     """
-    if times is None:
-        times, world.default_groups = world.default_groups, world.default_groups + 1
     backend = "nccl" if device.type == "cuda" else "gloo"
     if world.place.one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     elif name := interface_of(world.place.own_address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    store = dist.PrefixStore(f"meshfuse.dtensor/{times}", world.store)
+    # The keys by which ranks found each other before are still in the store.
+    store = dist.PrefixStore(f"meshfuse.dtensor/{world.default_groups}", world.store)
+    world.default_groups += 1
     limit = None if seconds is None else timedelta(seconds=seconds)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
 

@@ -15,6 +15,8 @@ import numpy as np
 
 Costs = np.ndarray  # float64
 Numbers = np.ndarray  # of labels, or of what they have in common
+# An array's least values along an axis: its method `min` is a detour through Python.
+least_along = np.minimum.reduce
 
 
 class Classes:
@@ -46,10 +48,6 @@ class Classes:
             return _ONE, self.of[labels]
         there, of = np.unique(self.of[labels], return_inverse=True)
         return Classes(of, len(there)), there
-
-
-# An array's least values along an axis: its method `min` is a detour through Python.
-_least = np.minimum.reduce
 
 
 _ONE = Classes(np.zeros(1, dtype=np.int64), 1)
@@ -110,8 +108,8 @@ class Between:
 
     def passed(self, values: Costs, back: bool) -> Costs:
         if back:
-            return _least(self.costs + self.second.least(values), 1)[self.first.of]
-        return _least(self.costs + self.first.least(values)[:, None], 0)[self.second.of]
+            return least_along(self.costs + self.second.least(values), 1)[self.first.of]
+        return least_along(self.costs + self.first.least(values)[:, None], 0)[self.second.of]
 
     def at(self, first: int, second: int) -> float:
         return float(self.costs[self.first.of[first], self.second.of[second]])
@@ -175,11 +173,10 @@ class FromEither:
     def passed(self, values: Costs, back: bool) -> Costs:
         if back:
             wanted = self.second.least(values)
-            ways = [
-                _least(costs + wanted, 1)[source.of] for costs, source in zip(self.costs, self.sources, strict=True)
-            ]
+            ways = [least_along(costs + wanted, 1)[source.of]
+                    for costs, source in zip(self.costs, self.sources, strict=True)]  # fmt: skip
             return np.minimum(*ways)
-        ways = [_least(costs + source.least(values)[:, None], 0)
+        ways = [least_along(costs + source.least(values)[:, None], 0)
                 for costs, source in zip(self.costs, self.sources, strict=True)]  # fmt: skip
         return np.minimum(*ways)[self.second.of]
 
@@ -212,7 +209,7 @@ class Dense:
     costs: Costs
 
     def passed(self, values: Costs, back: bool) -> Costs:
-        return _least(self.costs + values, 1) if back else _least(self.costs + values[:, None], 0)
+        return least_along(self.costs + values, 1) if back else least_along(self.costs + values[:, None], 0)
 
     def at(self, first: int, second: int) -> float:
         return float(self.costs[first, second])

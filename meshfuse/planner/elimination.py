@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .cost_graph import CostGraph, Costs
+from .cost_graph import CostGraph, Costs, least_along
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def eliminate(graph: CostGraph, order: Order) -> Assignment:
     for step in order.steps:
         table = buckets.table(step)
         chosen.append((step, table.argmin(0)))
-        least = np.minimum.reduce(table, 0)
+        least = least_along(table, 0)
         if step.scope:
             buckets.add(step.scope, least)
         else:

@@ -109,8 +109,9 @@ def solved(
     frame, atoms_of = Frame.of(graph, meshes, opened), _among(_named_axes(graph, opened), whole_axes)
     axes = tuple([axis.axis for axis in sorted(atoms_of(mesh), key=lambda axis: -(axis.size or 1)) if axis.axis])
     counts = [0] if others or len(axes) < 2 else _counts(frame, atoms_of)
-    make = functools.partial(Program, frame, prices, atoms_of, homes=sum(counts) > _MOST_LABELS)
-    axes = axes if sum(counts) > _MOST_LABELS and max(counts) > _MOST_OF_AN_OP else ()
+    homes = sum(counts) > _MOST_LABELS
+    make = functools.partial(Program, frame, prices, atoms_of, homes=homes)
+    axes = axes if homes and max(counts) > _MOST_OF_AN_OP else ()
     if known is not None:
         return _taken(make, known, axes)
     if not axes:

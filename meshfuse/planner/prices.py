@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from ..ops.values import TensorType
+from ..reshard.bounds import at_least
 from ..sharding.value import Sharding
 from .cost_graph import Costs, Numbers
-from .reshard_costs import DISPLACED, GOOD, LOW, NONE, UNEVEN, AtomsOf, exact_seconds, least_seconds, reshard_costs
+from .reshard_costs import DISPLACED, GOOD, LOW, NONE, UNEVEN, AtomsOf, exact_seconds, reshard_costs
 
 Shardings = tuple[Sharding, ...]
 # Two shardings of a tensor of this type.
@@ -71,8 +72,8 @@ class Prices:
 class _Matrix:
     """Seconds from each sharding of tensors of one type to each other, of those that were asked for so far.
 
-    searched: whether the cheapest paths are searched for pairs of which closed forms say too little: an answer that
-        used one of them at its lower bound would use others after it.
+    searched: whether the cheapest paths are searched for pairs at lower bounds. They are once one of these was too low:
+        an answer that used it would use others like it next.
     """
 
     def __init__(self, ttype: TensorType, atoms_of: AtomsOf, exact: _Exact):
@@ -101,13 +102,16 @@ class _Matrix:
             listed = [*self.shardings]
             for n, m in np.argwhere(quality == DISPLACED):
                 place = rows[n], columns[m]
-                self.costs[place] = least_seconds(listed[rows[n]], listed[columns[m]], self.ttype)
+                self.costs[place] = self._least(listed[rows[n]], listed[columns[m]])
                 self.quality[place] = LOW
             rough = (quality == UNEVEN) | ((quality == LOW) & self.searched)
             asked = quality == NONE if rough.sum() > _MOST_SEARCHED else rough | (quality == NONE)
             for n, m in np.argwhere(asked):
                 self.correct(listed[rows[n]], listed[columns[m]])
         return self.costs[at]
+
+    def _least(self, source: Sharding, target: Sharding) -> float:
+        return at_least(source, target, self.ttype.shape, self.ttype.dtype.itemsize)
 
     def search_if_rough(self, source: Sharding, target: Sharding) -> None:
         """Put in a pair's exact price if its closed form may be another."""

@@ -20,13 +20,11 @@ import numpy as np
 from ..costs import Form, all_gather_forms, all_reduce_forms, all_to_all_forms, permute, reduce_scatter_forms
 from ..mesh import DeviceMesh
 from ..ops.values import TensorType
-from ..reshard.atoms import cuts_of
-from ..reshard.bounds import bound_of
 from ..reshard.prices import A2A_SECONDS, EXCHANGE_SECONDS, SLICE_SECONDS, STEP_SECONDS, between, link_over
 from ..reshard.search import plan
 from ..sharding import layout as lay
 from ..sharding.layout import Split
-from ..sharding.value import Sharding, nested
+from ..sharding.value import Sharding
 from .cost_graph import Costs
 
 _Forms = Callable[[int], tuple[Form, ...]]
@@ -160,14 +158,6 @@ def _displaced(sources: _Side, targets: _Side) -> np.ndarray:
     """The pairs in which blocks of a dim change places."""
     same = (sources.places[:, None] == targets.places[None, :]) & (sources.places[:, None] >= 0)
     return (same & (sources.above[:, None] != targets.above[None, :])).any(-1)
-
-
-def least_seconds(source: Sharding, target: Sharding, ttype: TensorType) -> float:
-    """What a path takes at least, without a search for it."""
-    cuts = cuts_of((source, target))
-    if not all(map(nested, cuts.by_axis.values())):
-        return exact_seconds(source, target, ttype)
-    return bound_of(cuts, target, ttype.shape, ttype.dtype.itemsize).seconds(source)
 
 
 def exact_seconds(source: Sharding, target: Sharding, ttype: TensorType) -> float:

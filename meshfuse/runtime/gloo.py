@@ -193,26 +193,22 @@ def _options(world: Any) -> Any:
 
 def _device(place: Environment) -> Any:
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    if interface:
-        return _shared(os.getpid(), "interface", interface.split(",")[0])
-    if place.one_host or place.own_address:
-        return _shared(os.getpid(), "hostname", place.own_address or LOOPBACK)
-    return _shared(os.getpid(), "", "")
+    hostname = place.own_address or (LOOPBACK if place.one_host else None)
+    return _device_of(os.getpid(), interface.split(",")[0] if interface else None, hostname)
 
 
 @functools.lru_cache(maxsize=8)
-def _shared(process: int, by: str, name: str) -> Any:
+def _device_of(process: int, interface: str | None, hostname: str | None) -> Any:
     """One device for all groups of a process: each device is a thread that wakes a hundred times a second."""
-    if not by:
-        return dist.ProcessGroupGloo.create_default_device()
+    if interface is None:
+        make = dist.ProcessGroupGloo
+        return make.create_default_device() if hostname is None else make.create_device(hostname=hostname)
     try:
-        return dist.ProcessGroupGloo.create_device(**{by: name})
+        return dist.ProcessGroupGloo.create_device(interface=interface)
     except RuntimeError as error:
-        if by != "interface":
-            raise
         there = ", ".join(name for _, name in socket.if_nameindex())
         raise user_error(
-            "GLOO_SOCKET_IFNAME is no interface to connect by", f"{name!r} ({error})", f"one of {there}",
+            "GLOO_SOCKET_IFNAME is no interface to connect by", f"{interface!r} ({error})", f"one of {there}",
             "Unset it, or name another one.", caller_line(), ArgumentError,
         ) from None  # fmt: skip
 

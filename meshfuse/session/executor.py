@@ -56,7 +56,6 @@ class Executor:
         self.recorder: Recorder | None = None
         self.calls: list[tuple[int, float, float]] = []
         self.tape: Any = None  # What an autograd context remembers (tape.Tape).
-        self.default_groups = 0  # How often it has joined torch's default group.
         self.since = 0.0
 
     @property

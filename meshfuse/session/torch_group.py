@@ -44,8 +44,7 @@ def join(device: torch.device) -> None:
         if worker.size == 1 or _owner == [worker]:
             return
         World.default_group_is_a_threads = True
-        join_default_group(worker.world(), device, worker.world().limit, worker.default_groups)
-        worker.default_groups += 1
+        join_default_group(worker.world(), device, worker.world().limit)
         _owner[:] = [worker]
     worker.at_leave.append(functools.partial(_leave, worker))
 
