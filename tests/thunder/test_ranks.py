@@ -15,18 +15,15 @@ pytestmark = pytest.mark.ranks
 
 def on_rank_mesh(data: int, tensor: int) -> Any:
     """torch's mesh of (data, tensor) ranks, on the store that the ranks have."""
-    import os
-
+    import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     import meshfuse as mf
+    from meshfuse.frontends.placing import join_default_group
 
-    world = mf.World.current()
-    if not dist.is_initialized():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = dist.PrefixStore("tests.thunder", world.store)
-        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    if not dist.is_initialized():  # Left after each test.
+        join_default_group(mf.World.current(), torch.device("cpu"))
     return init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
 
 
