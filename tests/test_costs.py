@@ -307,7 +307,7 @@ def test_bytes_leave_the_slow_axis_where_that_takes_less_time(fast: str, slow: s
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.data())
 def test_a_plan_for_the_links_is_no_slower_on_them_than_one_that_counts_bytes(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 64), min_size=1, max_size=3)))
@@ -327,7 +327,7 @@ def test_a_plan_for_the_links_is_no_slower_on_them_than_one_that_counts_bytes(da
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("over_whole_axes")
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.data())
 def test_values_move_right_on_axes_of_any_speed(data: st.DataObject) -> None:
     """From any sharding to any other, and from unreduced sums over all axes to any."""

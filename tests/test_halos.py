@@ -78,7 +78,7 @@ WIDTHS = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.i
 
 
 @pytest.mark.usefixtures("written_in_any_case", "over_whole_axes")
-@settings(max_examples=28)
+@settings(max_examples=14)
 @given(
     st.tuples(st.integers(1, 21), st.integers(1, 9)), PLACES, WIDTHS, st.sampled_from([0.0, 0.0, -1.5]),
     st.sampled_from([*BETWEEN]), TAPS, st.booleans(), st.booleans(),

@@ -389,7 +389,7 @@ def test_no_instruction_of_any_program_is_idle(fd: mf.FusionDefinition, data: st
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(definitions(("shapes", "pointwise"), open_sizes=False).flatmap(annotations))
 def test_no_collective_is_issued_in_which_nothing_travels(fd: mf.FusionDefinition) -> None:
     """Such as for the parts of a fused dim that is split inside each of them."""
