@@ -142,7 +142,9 @@ def _compiled(
 ) -> CompiledProgram:  # fmt: skip
     taken = PLANS.near(graph, default_mesh, near_factor) if near_factor > 1 else None
     if taken is not None:
-        return compile_sharded(taken.plan, max_memory, taken.source, borders)
+        compiled = compile_sharded(taken.plan, max_memory, taken.source, borders)
+        if max_memory is None or compiled.memory <= max_memory:
+            return compiled
     sharded = planned(graph, default_mesh, lambda: decided(graph, default_mesh, effort), effort.value)
     if near_factor > 1:
         PLANS.keep(graph, default_mesh, sharded)

@@ -60,6 +60,7 @@ class Programs:
     """Compiles a definition, and keeps its programs in `compiled`.
 
     last_run: what ran last, unless something was compiled since.
+    near: by which factor sizes may differ for a plan to be taken over, whoever asks for a program; 1 for none.
     """
 
     def __init__(self, fd: Compilable, max_wire: float | None, max_memory: float | None, search: str | None) -> None:
@@ -69,6 +70,7 @@ class Programs:
         self.effort = effort_of(search, caller_line())
         self.compiled: dict[ProgramKey, CompiledProgram] = {}
         self.last_run: Holder | None = None
+        self.near = 1.0
         self._shape_scalars: frozenset[int] | None = None
 
     def sized_by(self) -> frozenset[int]:
@@ -149,7 +151,7 @@ class Programs:
         self, given: Inputs, shapes: Shapes, default_mesh: DeviceMesh, line: SourceLine, near_factor: float
     ) -> CompiledProgram:
         """The program, with warnings where a new one is over the bounds."""
-        key = self.key(given, shapes, default_mesh)
+        key, near_factor = self.key(given, shapes, default_mesh), max(near_factor, self.near)
         if not self.compiled:
             self.fd._before_compiling(shapes, dict(key.scalars))
         if key not in self.compiled:

@@ -76,8 +76,9 @@ Planner = Callable[[Graph], ShardedDefinition]
 
 
 def ends(sharded: ShardedDefinition) -> dict[int, Sharding]:
-    """For every output where it is left."""
-    return {i: sharded.shardings[i].reduced() for i in sharded.graph.outputs}
+    """For every output where it is left: reduced, unless it is annotated otherwise."""
+    found, annotated = sharded.shardings, sharded.graph.annotations
+    return {i: found[i] if i in annotated else found[i].reduced() for i in sharded.graph.outputs}
 
 
 class Propagation:

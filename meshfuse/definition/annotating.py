@@ -57,6 +57,13 @@ def keep_stationary(recording: Recording, tensor: int, along: Any, line: SourceL
     found.stationary = tuple([name for name in names if name in axes or name in found.stationary])
 
 
+def leave_unreduced(recording: Recording, tensor: int, axes: Sequence[str]) -> None:
+    """Have each rank along these axes of an annotated tensor's mesh hold a term of a sum, and none the sum itself."""
+    found = recording.own_annotations[tensor]
+    assert found.mesh is not None
+    found.terms = tuple([name for name in found.mesh.names if name in axes])
+
+
 def shard(recording: Recording, tensor: int, sharding: Any, mesh: Any, line: SourceLine) -> None:
     """Annotate a tensor with a `Sharding`, or with DTensor placements and their mesh."""
     label, ndim = recording.tensors[tensor].label, recording.tensors[tensor].type.ndim

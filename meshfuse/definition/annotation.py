@@ -26,6 +26,7 @@ class Annotation:
     `stated`: it comes from a mesh_split or a sharding. A mesh alone leaves the splits open.
     `implied`: the reason, in words, where the user has not annotated the tensor.
     `stationary`: the mesh axes along which no collective may move the tensor.
+    `terms`: the mesh axes along which each rank holds a term of a sum, in the order of the mesh.
     """
 
     line: SourceLine
@@ -37,6 +38,7 @@ class Annotation:
     stated: bool = False
     implied: str = ""
     stationary: tuple[str, ...] = ()
+    terms: tuple[str, ...] = ()
 
     def sharding(self, name: str, shape: Sequence[int]) -> Sharding:
         """The sharding of a tensor of this shape.
@@ -50,11 +52,12 @@ class Annotation:
         # A result may be scattered over the axis that its reduction runs over.
         for layouts in (dims, self.named(reduction=True)):
             check_axes(name, layouts, self.mesh, self.line)
-        return Sharding.make(self.mesh, dims, shape)
+        terms = [Split(self.mesh.axis_size(axis), axis) for axis in self.terms]
+        return Sharding.make(self.mesh, dims, shape, terms, "sum" if terms else "")
 
     def key(self) -> object:
         """Equal for annotations that give tensors of equal shapes equal shardings."""
-        return self.mesh, self.domain.layouts(), self.domain.layouts(reduction=True)
+        return self.mesh, self.domain.layouts(), self.domain.layouts(reduction=True), self.terms
 
     @property
     def is_on_devices(self) -> bool:
@@ -94,7 +97,8 @@ class Annotation:
 
     def meaning(self) -> tuple[object, ...]:
         """Equal for annotations that say the same in different words."""
-        return (self.mesh, *(tuple(map(_trimmed, self.named(reduction))) for reduction in (False, True)))
+        layouts = [tuple(map(_trimmed, self.named(reduction))) for reduction in (False, True)]
+        return self.mesh, self.terms, *layouts
 
     def _named(self, layout: Layout, what: str) -> Layout:
         """The layout with nvFuser's parallel types as mesh axes, its sizes checked against the mesh's."""

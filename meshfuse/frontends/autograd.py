@@ -14,8 +14,8 @@ from ..runtime.world import World
 from ..sharding.value import Sharding
 from .calls import Call
 from .capture import Captured, Source
-from .joint import Half, Step
 from .placing import Place, Places
+from .steps import Half, Step
 
 # Gives a module's tensor by its table and its name there.
 Getter = tuple[Mapping[str, Any], str]
@@ -42,6 +42,9 @@ class Runner:
         self._mutated = [source for source in step.forward.outputs if source.kind == "mutation"]
         self._wraps = [self._wrap(source, i) for i, source in enumerate(self._results)]
         self._draws = any(node.draws for node in step.forward.fd.recording.nodes)
+        self._left = {name: places.of_terms(name, axes) for name, axes in step.left.items()}
+        held = [s for half in halves for s in half.inputs if s.kind == "terms"]
+        self._held = {s: _getter(module, graph, Source("parameter", s.name)) for s in held}
         self._reads = [s for s in step.backward.inputs if s.kind in kinds] if step.backward is not None else []
 
     def _wrap(self, source: Source, place: int) -> Place | None:
@@ -114,6 +117,7 @@ class Runner:
         assert half is not None
         by_source: dict[Source, Any] = dict(zip(self._reads, kept, strict=True))
         by_source |= {Source("saved", place=i): t for i, t in enumerate(saved)}
+        by_source |= {source: self._terms(source.name, *getter) for source, getter in self._held.items() if getter}
         by_source |= {Source("tangent", place=s.place): self._tangent(i, t) for i, (s, t) in
                       enumerate(zip(self._results, tangents, strict=True))}  # fmt: skip
         outputs = self._run(half, [_local(by_source[s]) for s in half.inputs])
@@ -122,8 +126,17 @@ class Runner:
             found[self._index[source.of_input()]] = self._gradient(source, gradient)
         return found
 
+    def _terms(self, name: str, table: Mapping[str, Any], key: str) -> torch.Tensor:
+        """This rank's term of a parameter's gradient, which leaves `.grad`; zeros where it is there no more."""
+        place, parameter = self._places.of_terms(name, self.step.taken[name]), table[key]
+        if is_dtensor(parameter.grad) and parameter.grad.placements == place.placements:
+            found, parameter.grad = _local(parameter.grad), None
+            return found
+        shape = place.local_shape(self._places.shapes[name])
+        return torch.zeros(shape, dtype=parameter.dtype, device=self._places.device)
+
     def _gradient(self, source: Source, local: torch.Tensor) -> torch.Tensor:
-        place = self._parameters.get(source.name)
+        place = self._left.get(source.name) or self._parameters.get(source.name)
         return local if place is None else place.wrapped(local, self._places.shapes[source.name])
 
     def _tangent(self, place: int, given: torch.Tensor | None) -> torch.Tensor:

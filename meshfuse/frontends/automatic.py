@@ -20,11 +20,12 @@ from ..sharding.layout import axes
 from ..sharding.value import Sharding
 from .calls import Arguments, read_call
 from .capture import Source
-from .joint import JointWriter, Setting
+from .joint import JointWriter
 from .patterns import matches
 from .pipeline.with_loss import TARGET, WithLoss, captured_loss
 from .plan_value import Plan, axes_in
 from .plans import ModulePlan, Spec, checked_specs, module_plan
+from .steps import Setting
 
 
 def plan(

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import MeshfuseError, SourceLine, user_error
 from .decompositions import decompositions
-from .kv_caches import INNER
+from .kv_caches import INNER, a_new_cache, without_new_caches
 from .sdpa import as_one_op
 
 Tree = Any
@@ -90,6 +90,7 @@ def captured(
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet())
+        stack.enter_context(without_new_caches(module))
         stack.enter_context(faked(module, device, dtype))
         try:
             return _with_first_names(_traced(stack, module, args, kwargs, scalars_only), module)
@@ -236,6 +237,8 @@ def not_captured(module: nn.Module, error: Exception, line: SourceLine, given: s
     """The error of a forward that torch cannot trace, at the user's line that stops it."""
     where = _users_line(error) or line
     text = " ".join(str(error).split())
+    if "cache_utils" in text and "in output" in text:
+        return a_new_cache(_called(module), where)
     what = f"{_called(module)} is not one graph"
     return user_error(
         f"{what}: {where.text}" if where.text else what, f"{text[:300]}, arguments {given}",

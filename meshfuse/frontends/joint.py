@@ -8,8 +8,7 @@ them is freed after its use.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -20,93 +19,23 @@ from ..dtypes import from_torch
 from ..errors import SourceLine, located
 from ..executor.dtensor import placements_of
 from ..gc_pause import no_collection
-from ..mesh import DeviceMesh
 from ..sharding.value import Sharding
+from .accumulating import SYNCED, Terms, terms_left
 from .activations import outputs_of_modules
 from .backward_parts import Part, parts_of
 from .capture import Captured, Source
 from .cut import Cut, Reads, cut
-from .fsdp import gathers, in_turn, units_last
+from .fsdp import gathers, in_turn, units_last, without_axes
 from .lines import line_of
 from .masks import recognised
-from .plans import ModulePlan, Spec
+from .plans import Spec
 from .sizes import Sizes
+from .steps import Half, Setting, Step
 from .traced import TracedDefinition
 from .translate import Translator
 
 Node = torch.fx.Node
 _HALVES = "fast"  # How the halves are planned: what matters of them the joint plan has decided.
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What a captured graph is planned with.
-
-    names, shapes, specs: by place of an argument what it is called, its global shape, and how it is cut if it is.
-    dtypes: by name of a parameter, or place of an argument, the type in which it is kept, where the graph computes in
-        another.
-    reduce: the type in which gradients are summed over ranks; None for that of the graph.
-    batch: (size, axes) of the first dim of arguments, by which the first dim of results is cut; None for not cut.
-    free: whether results lie as the plan leaves them, rather than whole but for the batch.
-    replicate: whether ops without a rule are computed whole on every rank.
-    line: the user's, of annotations.
-    ends: by place of a result how it is cut, where that is said.
-    is_split: whether the backward comes in two parts, the gradients of arguments first.
-    """
-
-    plan: ModulePlan
-    names: Mapping[int, str]
-    shapes: Mapping[int, tuple[int, ...]]
-    specs: Mapping[int, Spec]
-    line: SourceLine
-    dtypes: Mapping[Any, torch.dtype]
-    reduce: torch.dtype | None = None
-    batch: tuple[int, Any] | None = None
-    free: bool = False
-    replicate: bool = False
-    max_memory: float | None = None
-    ends: Mapping[int, Spec] = field(default_factory=dict)
-    is_split: bool = False
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        return self.plan.mesh
-
-
-@dataclass(frozen=True, slots=True)
-class Half:
-    """A definition for one half.
-
-    inputs: what each of its inputs is; a saved tensor has the kind "saved", and its number; one that the first part of
-        a backward hands to the second the kind "held".
-    outputs: what each of its outputs is, in the same words.
-    """
-
-    fd: TracedDefinition
-    inputs: tuple[Source, ...]
-    outputs: tuple[Source, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The two halves of a captured graph; without a gradient there is no backward.
-
-    results: the shardings of the forward's outputs.
-    saved: how many tensors the forward hands to the backward.
-    rest: of a backward in two parts the second.
-    """
-
-    forward: Half
-    backward: Half | None
-    joint: TracedDefinition
-    results: tuple[Sharding, ...]
-    saved: int
-    rest: Half | None = None
-
-    @property
-    def halves(self) -> list[Half]:
-        """All that there are."""
-        return [half for half in (self.forward, self.backward, self.rest) if half is not None]
 
 
 def planned(graph: Captured, setting: Setting) -> Step:
@@ -131,6 +60,7 @@ class JointWriter:
         self.sources = dict(graph.inputs)
         self.parts = parts_of(graph, self.cut, self._read, setting.is_split) if self.cut.backward else []
         self.held = [node for part in self.parts for node in part.given]
+        self.left: Terms = {}
         self._specs = {source.place: self._result_spec(node, source.place) for node, source in self._results()}
 
     def _result_spec(self, node: Node, place: int) -> Spec | None:
@@ -155,7 +85,9 @@ class JointWriter:
             halves.append(self._backward(part, saved, held, shardings))
             held = halves[-1].fd.output_shardings()[len(part.ends) :] if part.given else ()
         backward, rest = (*halves, None, None)[:2]
-        return Step(forward, backward, joint, results, len(self.cut.saved), rest)
+        return Step(
+            forward, backward, joint, results, len(self.cut.saved), rest, self.left, dict(self.setting.sync.taken)
+        )
 
     # the joint definition
 
@@ -163,12 +95,20 @@ class JointWriter:
         """The joint definition, and the shardings in which it has what the halves hand on."""
         made, kept = self.written()
         compiled = made.fd.compile()
+        if self.setting.sync.leaves:
+            self.left = self._terms_left(made, compiled.sharded.shardings)
         left = compiled.output_shardings()
         found = {node: compiled.sharded.shardings.get(view.id) for node, view in kept.items()}
         results = self._results()
         ends = {node: left[place] for place, (node, _) in enumerate(results)}
         both = {node: s.reduced() for node, s in (found | ends).items() if s is not None}
         return made.fd, {node: s for node, s in both.items() if _sayable(s, node, self.sizes)}
+
+    def _terms_left(self, made: Translator, shardings: Mapping[int, Sharding]) -> Terms:
+        gradients = {source.name: node for part in self.parts for node, source in part.ends if source.name}
+        ids = {node: view.id for node, view in made.values.items() if isinstance(view, TensorView)}
+        there = {node: shardings[i] for node, i in ids.items() if i in shardings}
+        return terms_left(gradients, there, self.setting.specs.values(), self.setting.mesh)
 
     def written(self) -> tuple[Translator, dict[Node, TensorView]]:
         """The joint definition, and what of it the halves hand on."""
@@ -224,7 +164,7 @@ class JointWriter:
     def _backward(
         self, part: Part, saved: Sequence[Sharding], held: Sequence[Sharding], shardings: Mapping[Node, Sharding]
     ) -> Half:
-        made = self._writer(_HALVES)
+        made = self._writer(_HALVES, by_rule=self.setting.sync is SYNCED)
         taken: list[Source] = []
         for place in part.saved:
             self._take_as(made, self.cut.saved[place], saved[place], "saved")
@@ -237,12 +177,13 @@ class JointWriter:
         ends = {node: self.setting.plan.units.get(source.name, "") for node, source in part.ends if source.name}
         nodes = units_last(part.nodes, ends) if self.sharded else part.nodes
         self._write(made, in_turn(part.again, nodes, self._read))
-        outputs = self._finish_backward(made, part)
+        terms: list[Source] = []
+        outputs = self._finish_backward(made, part, terms)
         for place, node in enumerate(part.given):
             made.fd.add_output(made.values[node])
             outputs.append(Source("held", place=place))
         self._annotate_as(made, {node: shardings[node] for node in part.given if node in shardings})
-        return Half(made.fd, (*taken, *(self.sources[node] for node in reads)), tuple(outputs))
+        return Half(made.fd, (*taken, *(self.sources[node] for node in reads), *terms), tuple(outputs))
 
     def _take_as(self, made: Translator, node: Node, sharding: Sharding, kind: str) -> None:
         """Define an input that another half hands over, as it lies."""
@@ -251,9 +192,9 @@ class JointWriter:
 
     # parts of definitions
 
-    def _writer(self, search: str | None = None) -> Translator:
-        found = "follow" if self._is_data_parallel() else search
-        fd = TracedDefinition(max_memory=self.setting.max_memory, search=found)
+    def _writer(self, search: str | None = None, by_rule: bool = True) -> Translator:
+        found = "follow" if by_rule and self._is_data_parallel() else search
+        fd = TracedDefinition(max_memory=self.setting.max_memory, search=found, takes_over=self.setting.is_dynamic)
         made = Translator(fd, self.sizes, replaced=self.masks, replicate=self.setting.replicate)
         for node, _ in self.graph.inputs:
             if not _is_tensor(node):
@@ -385,30 +326,63 @@ class JointWriter:
             made.fd.add_output(made.values[node])
         return outputs
 
-    def _end(self, made: Translator, node: Node, source: Source, name: str) -> None:
+    def _end(
+        self, made: Translator, node: Node, source: Source, name: str, terms: list[Source] | None = None
+    ) -> None:  # fmt: skip
         """Add an output; an annotated one is a tensor of its own, as another may be annotated otherwise.
 
-        A gradient is reduced in the type for that, and returned in its parameter's.
+        A gradient is reduced in the type for that, and returned in its parameter's. `terms` gets those inputs that are
+        defined to be added to it.
         """
         view = made.values[node]
         spec = self._spec(replace(source, kind=source.of) if source.kind == "mutation" else source, view.ndim)
         made.fd.at = replace(made.fd.at, name=name)
-        if source.kind == "gradient":
+        left = self.left.get(source.name, ()) if source.kind == "gradient" else ()
+        is_summed = source.kind == "gradient" and not left
+        if left:
+            view = self._cast(made, view, self._kept_dtype(node, source))
+        if is_summed:
             view = self._cast(made, view, self.setting.reduce)
+            view = self._with_terms(made, view, node, source, spec, terms)
         if spec is not None:
             view = made.fd.ops.set(view)
-            self._annotate(made.fd, view, spec)
-        if source.kind == "gradient":
+            self._annotate_terms(made.fd, view, spec, left)
+        if is_summed:
             view = self._cast(made, view, self.setting.dtypes.get(source.name or source.place))
         made.fd.add_output(view)
+
+    def _with_terms(
+        self, made: Translator, view: TensorView, node: Node, source: Source, spec: Spec | None,
+        terms: list[Source] | None,
+    ) -> TensorView:  # fmt: skip
+        """A gradient, with the terms of earlier calls where there are some."""
+        axes = dict(self.setting.sync.taken).get(source.name, ())
+        if terms is None or not axes or spec is None:
+            return view
+        terms.append(Source("terms", source.name))
+        dtype = from_torch(self._kept_dtype(node, source))
+        earlier = made.fd.new_input(view.type.shape, dtype, self._line(f"{source.name}.grad before"))
+        self._annotate_terms(made.fd, earlier, spec, axes)
+        found = made.fd.ops.add(view, earlier)
+        return found if found.dtype is view.dtype else made.fd.ops.cast(found, view.dtype)
+
+    def _kept_dtype(self, node: Node, source: Source) -> torch.dtype:
+        """The type of a parameter, which is that of its gradient."""
+        return self.setting.dtypes.get(source.name, node.meta["val"].dtype)
+
+    def _annotate_terms(self, fd: TracedDefinition, view: TensorView, spec: Spec, axes: Sequence[str]) -> None:
+        """Annotate a tensor of which ranks along these axes have terms, and that is else as a spec says."""
+        self._annotate(fd, view, without_axes(spec, axes))
+        if axes:
+            annotating.leave_unreduced(fd.recording, view.id, axes)
 
     def _cast(self, made: Translator, view: TensorView, dtype: torch.dtype | None) -> TensorView:
         wanted = view.dtype if dtype is None else from_torch(dtype)
         return view if view.dtype is wanted else made.fd.ops.cast(view, wanted)
 
-    def _finish_backward(self, made: Translator, part: Part) -> list[Source]:
+    def _finish_backward(self, made: Translator, part: Part, terms: list[Source] | None = None) -> list[Source]:
         for node, source in part.ends:
-            self._end(made, node, source, self._name(source))
+            self._end(made, node, source, self._name(source), terms)
         return [source for _, source in part.ends]
 
 

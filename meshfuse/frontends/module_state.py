@@ -29,6 +29,8 @@ class State:
     all_results: whether gradients came for other results than numbers.
     last: what ran last.
     stepper: runs `step`; None for a function.
+    accumulates: whether gradients are left as terms of sums over ranks now.
+    has_terms: whether some may be left so by earlier calls.
     """
 
     plan: ModulePlan
@@ -45,3 +47,5 @@ class State:
     names: list[str] = field(default_factory=list)
     parts: int = 1
     stepper: Stepper | None = None
+    accumulates: bool = False
+    has_terms: bool = False

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from ..errors import SourceLine
+from .accumulating import SYNCED, Sync
 from .calls import Arguments, Call
-from .joint import Setting
 from .plans import ModulePlan, Spec
 from .precision import Precision
+from .steps import Setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,15 @@ class Options:
         return self.precision.param if self.precision is not None else None
 
     def setting(
-        self, module: nn.Module, plan: ModulePlan, arguments: Arguments, line: SourceLine, free: bool
+        self, module: nn.Module, plan: ModulePlan, arguments: Arguments, line: SourceLine, free: bool,
+        sync: Sync = SYNCED,
     ) -> Setting:  # fmt: skip
-        """What a call of the module is planned with; `line` and `free` as there."""
+        """What a call of the module is planned with; `line`, `free` and `sync` as there."""
         return Setting(
             plan, dict(enumerate(arguments.names)), arguments.shapes, arguments.specs, line,
             self._kept_dtypes(module, arguments.call), self.precision.reduce if self.precision is not None else None,
-            arguments.batch(), free, self.replicate, self.max_memory,
+            arguments.batch(), free, self.replicate, bool(self.dynamic), self.max_memory,
+            sync=sync,
         )  # fmt: skip
 
     def _kept_dtypes(self, module: nn.Module, call: Call) -> dict[Any, torch.dtype]:

@@ -21,11 +21,12 @@ from ..report.bill import Bill, bill_of
 from ..report.explain import explain_all, explain_tensor
 from ..report.memory import modelled_memory
 from ..runtime.world import World
+from .accumulating import SYNCED, Sync, terms_held
 from .autograd import Runner
 from .calls import Arguments, Call, read_call
 from .capture import Captured, captured
 from .fsdp import FSDP
-from .joint import Half, planned
+from .joint import planned
 from .kv_caches import WithCaches
 from .loading import init_weights, load
 from .module_state import STATE, State
@@ -45,6 +46,7 @@ from .plan_value import Plan
 from .plans import ModulePlan, checked_specs, module_plan
 from .precision import Precision
 from .recompute import mark_recomputed, recomputed_modules
+from .steps import Half
 
 
 def parallelize(
@@ -250,11 +252,17 @@ class ParallelModule(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For the micro-batches of a step but the last: gradients add up in `.grad`, as everywhere in torch.
+        """For the micro-batches of a step but the last: their gradients are not summed over ranks yet.
 
-        Each micro-batch reduces its own: no bytes are saved (docs/limits.md).
+        `.grad` is then a DTensor that is `Partial` over the axes of the data. The first call after it sums all of it
+        over ranks, together with its own gradients. Forward and backward of a micro-batch both belong in the context.
         """
-        yield
+        state: State = getattr(self, STATE)
+        before, state.accumulates = state.accumulates, True
+        try:
+            yield
+        finally:
+            state.accumulates = before
 
     def explain(self, name: str | None = None) -> str:
         """Why a parameter or an activation lies as it does, forward and backward; without a name a table of all.
@@ -337,10 +345,12 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             line_in_script(sys._getframe(1), ("torch",)),
         )  # fmt: skip
     call = read_call(self, state.tables, state.parts, args, kwargs)
-    runner = state.runners.get(call.key)
+    sync = _sync(self, state, call)
+    key = call.key if sync == SYNCED else (call.key, sync)
+    runner = state.runners.get(key)
     if runner is None:
         with located(line := line_in_script(sys._getframe(1), ("torch",))):
-            runner = state.runners[call.key] = _made(self, state, call, line, state.all_results)
+            runner = state.runners[key] = _made(self, state, call, line, state.all_results, sync)
     state.last = runner
     found = runner(call)
     for cached in call.caches:  # the caller's own, which the program has written to
@@ -349,7 +359,21 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return found
 
 
-def _made(module: Any, state: State, call: Call, line: SourceLine, all_results: bool) -> Runner:
+def _sync(module: Any, state: State, call: Call) -> Sync:
+    """How a call's gradients are to be summed over ranks."""
+    if not call.has_gradient or not (state.accumulates or state.has_terms):
+        return SYNCED
+    if state.accumulates:
+        state.has_terms = True
+        return Sync(leaves=True)
+    found = terms_held(module.named_parameters(), state.plan.mesh)
+    state.has_terms = False
+    return Sync(taken=tuple(sorted(found.items())))
+
+
+def _made(
+    module: Any, state: State, call: Call, line: SourceLine, all_results: bool, sync: Sync = SYNCED
+) -> Runner:  # fmt: skip
     """Capture and plan the module for a call.
 
     all_results: whether its backward takes gradients of all results, where some are numbers: such a plan is made once a
@@ -358,13 +382,14 @@ def _made(module: Any, state: State, call: Call, line: SourceLine, all_results: 
     options, places = state.options, state.places
     arguments = Arguments(state.names, options.inputs, state.plan, places.is_simulated, call, line)
     graph = _captured(module, state, arguments, line, all_results)
-    setting = options.setting(module, state.plan, arguments, state.line, graph.numbers_only)
+    setting = options.setting(module, state.plan, arguments, state.line, graph.numbers_only, sync)
 
     def full() -> Runner:
-        if (call.key, "all") not in state.runners:
-            state.runners[call.key, "all"] = _made(module, state, call, line, True)
+        key = call.key, sync, "all"
+        if key not in state.runners:
+            state.runners[key] = _made(module, state, call, line, True, sync)
         state.all_results = True
-        return state.runners[call.key, "all"]
+        return state.runners[key]
 
     return Runner(
         module, graph, planned(graph, setting), places, state.parameters, state.draws, options.backend,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,7 @@ from ..runtime.environment import interface_of
 from ..runtime.world import World
 from ..sharding.data import shard
 from ..sharding.value import Sharding
+from .fsdp import without_axes
 from .plans import ModulePlan, Spec
 
 
@@ -106,6 +107,17 @@ class Places:
     def of_sharding(self, name: str, sharding: Sharding, shape: Sequence[int]) -> Place:
         """Where a tensor of this sharding lies."""
         return Place(sharding) if self.torch_mesh is None else placed(name, sharding, shape, self.torch_mesh, self.line)
+
+    def of_terms(self, name: str, axes: Sequence[str]) -> Place:
+        """Where a parameter's gradient lies of which ranks along these axes have terms."""
+        shape = self.shapes[name]
+        found = self.of_spec(name, without_axes(self.plan.spec(name, len(shape)), axes), shape)
+        if found.torch_mesh is None:
+            return found
+        from torch.distributed.tensor import Partial
+
+        pairs = zip(self.plan.mesh.names, found.placements, strict=True)
+        return replace(found, placements=tuple(Partial() if axis in axes else placed for axis, placed in pairs))
 
 
 def _is_cut_unevenly(layout: Any, n: int) -> bool:

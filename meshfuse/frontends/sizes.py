@@ -18,6 +18,7 @@ class Sizes:
 
     def __init__(self) -> None:
         self._known: dict[Any, int] = {}
+        self._found: dict[Any, Any] = {}  # By expression its number: most sizes of a graph are the same few.
 
     def bind(self, told: Sequence[Any], shape: Sequence[int]) -> None:
         """Learn the symbols of a shape as the graph tells it, from a concrete one."""
@@ -26,21 +27,29 @@ class Sizes:
                 expression = size.node.expr
                 if expression.is_symbol:
                     self._known[expression] = int(number)
+                    self._found.clear()
 
     def number(self, value: Any) -> Any:
         """The number of a symbolic value; any other value as it is."""
         if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return value
-        found = value.node.expr.subs(self._known)
+        expression = value.node.expr
+        if expression not in self._found:
+            self._found[expression] = self._substituted(expression)
+        found = self._found[expression]
+        if isinstance(value, torch.SymInt):
+            return int(found)
+        return float(found) if isinstance(value, torch.SymFloat) else bool(found)
+
+    def _substituted(self, expression: Any) -> Any:
+        found = expression.subs(self._known)
         if found.free_symbols:
             raise user_error(
                 "a size that depends on numbers", f"{found}", "sizes that follow from those of the arguments",
                 "A mask of bools as an index, nonzero and unique have such results: use torch.where, or multiply with "
                 "the mask.",
             )  # fmt: skip
-        if isinstance(value, torch.SymInt):
-            return int(found)
-        return float(found) if isinstance(value, torch.SymFloat) else bool(found)
+        return found
 
     def shape(self, tensor: torch.Tensor) -> list[int]:
         """The sizes of a tensor of the graph."""

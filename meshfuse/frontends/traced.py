@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,14 +19,18 @@ class TracedDefinition(FusionDefinition):
     """A definition whose ops are not written by a script.
 
     at: the line that ops get from now on.
+    takes_over: whether it takes over the plan of a definition that differs in sizes alone, however much they differ.
     """
 
     at: SourceLine
     _seed: int
 
-    def __init__(self, *, max_memory: float | None = None, search: str | None = None) -> None:
+    def __init__(
+        self, *, max_memory: float | None = None, search: str | None = None, takes_over: bool = False
+    ) -> None:  # fmt: skip
         self.at, self._seed = SourceLine("", 0), 0
         super().__init__(0, max_memory=max_memory, search=search)
+        self._programs.near = math.inf if takes_over else 1.0
 
     def seed_with(self, seed: int) -> None:
         """Draw the next run's random numbers by this seed alone."""

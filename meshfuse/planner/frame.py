@@ -73,6 +73,11 @@ class Frame:
         )  # fmt: skip
         return alone._decided(ends=False)
 
+    @property
+    def has_terms(self) -> bool:
+        """Whether an annotated tensor is terms of a sum."""
+        return any([note.partial for note in self.graph.annotations.values()])
+
     def with_ends(self) -> Frame:
         """The same, with a first and a last layer that decide for themselves."""
         return self._decided(ends=True)

@@ -93,9 +93,11 @@ class Program:
     shared: dict[int, Shared | Home] = field(default_factory=dict)
     edges_of: list[list[Edge]] = field(default_factory=list)  # by variable
     limit: float = 0.0
+    has_terms: bool = False
 
     def __post_init__(self) -> None:
         between = not self.homes
+        self.has_terms = self.frame.has_terms
         self.labels = LabelMaker(self.frame, self.atoms_of, self.around, self.free, self.along, between).all()
 
     def ttype(self, tensor: int) -> TensorType:
@@ -160,6 +162,7 @@ class Program:
     def _whole(self, tensor: int) -> float:
         """Seconds from a tensor's annotation to all ranks of every mesh and back, and from each mesh to the others."""
         note, ttype = self.frame.graph.annotations.get(tensor), self.ttype(tensor)
+        note = note.reduced() if note is not None else None  # No reshard makes terms of a sum.
         on = [Sharding.replicated(mesh, ttype.ndim) for mesh in self.frame.meshes]
         pairs = [
             *itertools.permutations(on, 2),
@@ -185,8 +188,8 @@ class Program:
 
     @property
     def impossible(self) -> float:
-        """What there is no way to do costs: more than what the user forbids."""
-        return _FORBIDDEN * self.forbidden if self.frame.kept else self.limit
+        """What there is no way to do costs: more than what is forbidden, and than plans that leave terms of sums."""
+        return _FORBIDDEN * self.forbidden if self.frame.kept or self.has_terms else self.limit
 
     def _needs(self, tensor: int, node: int) -> Needs:
         places = self.frame.readers[tensor][node]

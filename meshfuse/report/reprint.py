@@ -117,7 +117,8 @@ def _annotation(name: str, annotation: Annotation, meshes: Mapping[DeviceMesh, s
     if annotation.stated:
         entries = ", ".join(_entry(root, annotation.mesh) for root in written)
         kept = f", stationary={list(annotation.stationary)}" if annotation.stationary else ""
-        yield f"fd.mesh_split({name}, {mesh}, [{entries}]{kept})"
+        terms = f"  # terms of a sum over {', '.join(annotation.terms)}" if annotation.terms else ""
+        yield f"fd.mesh_split({name}, {mesh}, [{entries}]{kept}){terms}"
     elif mesh is not None:
         yield f"{name}.set_device_mesh({mesh})"
     for place, root in enumerate(roots):

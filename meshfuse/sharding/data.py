@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from ..kernels.indices import global_index
-from .layout import Runs
+from .layout import Runs, digits
 from .value import Sharding
 
 
@@ -22,8 +23,8 @@ def take_runs(tensor: torch.Tensor, dim: int, part: Runs) -> torch.Tensor:
 
 
 def shard(tensor: torch.Tensor, sharding: Sharding, rank: int) -> torch.Tensor:
-    """The rank's shard of a global tensor, contiguous."""
-    out = tensor
+    """The rank's shard of a global tensor, contiguous; of the terms of a sum the first is the sum, others are 0."""
+    out = tensor if not any(digits(sharding.partial, sharding.mesh, rank)) else torch.zeros_like(tensor)
     for dim, part in enumerate(sharding.runs(tensor.shape, rank)):
         out = take_runs(out, dim, part)
     return out.contiguous()
@@ -31,7 +32,12 @@ def shard(tensor: torch.Tensor, sharding: Sharding, rank: int) -> torch.Tensor:
 
 def unshard(shards: Mapping[int, torch.Tensor], sharding: Sharding, shape: Sequence[int]) -> torch.Tensor:
     """The global tensor of shape `shape` from every rank's shard (one replica of each suffices)."""
-    assert not sharding.partial
+    if sharding.partial:
+        terms: dict[tuple[int, ...], dict[int, torch.Tensor]] = {}
+        for rank, local in shards.items():
+            terms.setdefault(digits(sharding.partial, sharding.mesh, rank), {})[rank] = local
+        assert sharding.reduce == "sum"
+        return functools.reduce(torch.add, [unshard(part, sharding.reduced(), shape) for part in terms.values()])
     first = next(iter(shards.values()))
     out = torch.empty(tuple(shape), dtype=first.dtype, device=first.device)
     done: set[tuple[int, ...]] = set()

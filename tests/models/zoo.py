@@ -22,7 +22,7 @@ class Example(NamedTuple):
 _VOCABULARY, _BATCH, _ROWS = 64, 4, 12
 _SMALL = dict(
     vocab_size=_VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64, use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def _decoder(family: str, plan: Any = "hf", **more: Any) -> Callable[[], Example
 def _gpt2(dropout: float) -> Callable[[], Example]:
     def make() -> Example:
         config = hf.GPT2Config(
-            vocab_size=_VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, use_cache=False,
+            vocab_size=_VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64,
             resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=0.0,
         )  # fmt: skip
         plan = {"h.*.mlp.c_fc": "colwise", "h.*.mlp.c_proj": "rowwise", "h.*.attn.c_proj": "rowwise"}
@@ -62,7 +62,7 @@ def _deepseek() -> Example:
         vocab_size=_VOCABULARY, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1,
         q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
-        max_position_embeddings=64, use_cache=False,
+        max_position_embeddings=64,
     )  # fmt: skip
     return _language(config, "DeepseekV3ForCausalLM")
 
@@ -92,7 +92,7 @@ def _padding() -> torch.Tensor:
 
 def _t5() -> Example:
     config = hf.T5Config(
-        vocab_size=_VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False,
+        vocab_size=_VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
         decoder_start_token_id=0, pad_token_id=0,
     )  # fmt: skip
     plan = {
@@ -117,7 +117,7 @@ def _whisper() -> Example:
     config = hf.WhisperConfig(
         vocab_size=_VOCABULARY, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=8, max_source_positions=16,
-        max_target_positions=32, dropout=0.0, use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        max_target_positions=32, dropout=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None,
     )  # fmt: skip
     features = torch.randn(_BATCH, 8, 32, generator=torch.Generator().manual_seed(6))
@@ -128,7 +128,7 @@ def _whisper() -> Example:
 def _mamba2() -> Example:
     config = hf.Mamba2Config(
         vocab_size=_VOCABULARY, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, state_size=8, n_groups=1,
-        chunk_size=4, use_cache=False, expand=2,
+        chunk_size=4, expand=2,
     )  # fmt: skip
     return _language(config, "Mamba2ForCausalLM", {"mixer.out_proj": "rowwise"})
 

@@ -14,8 +14,9 @@ from ...mesh import DeviceMesh
 from ...runtime.world import World
 from ...sharding.value import Sharding
 from ..capture import Source
-from ..joint import Half, Setting, Step, planned
+from ..joint import planned
 from ..plans import Spec
+from ..steps import Half, Setting, Step
 from .stages import Crossing, StageGraph
 
 Values = dict[Source, torch.Tensor]

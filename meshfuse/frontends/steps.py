@@ -1,0 +1,96 @@
+"""What a captured graph is planned with, and the programs that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import SourceLine
+from ..mesh import DeviceMesh
+from ..sharding.value import Sharding
+from .accumulating import SYNCED, Sync, Terms
+from .capture import Source
+from .plans import ModulePlan, Spec
+from .traced import TracedDefinition
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a captured graph is planned with.
+
+    names, shapes, specs: by place of an argument what it is called, its global shape, and how it is cut if it is.
+    dtypes: by name of a parameter, or place of an argument, the type in which it is kept, where the graph computes in
+        another.
+    reduce: the type in which gradients are summed over ranks; None for that of the graph.
+    batch: (size, axes) of the first dim of arguments, by which the first dim of results is cut; None for not cut.
+    free: whether results lie as the plan leaves them, rather than whole but for the batch.
+    replicate: whether ops without a rule are computed whole on every rank.
+    is_dynamic: whether other sizes take over the plan that was made for the first.
+    line: the user's, of annotations.
+    ends: by place of a result how it is cut, where that is said.
+    is_split: whether the backward comes in two parts, the gradients of arguments first.
+    sync: whether gradients are left as terms of sums over ranks, and which such terms are added to them.
+    """
+
+    plan: ModulePlan
+    names: Mapping[int, str]
+    shapes: Mapping[int, tuple[int, ...]]
+    specs: Mapping[int, Spec]
+    line: SourceLine
+    dtypes: Mapping[Any, torch.dtype]
+    reduce: torch.dtype | None = None
+    batch: tuple[int, Any] | None = None
+    free: bool = False
+    replicate: bool = False
+    is_dynamic: bool = False
+    max_memory: float | None = None
+    ends: Mapping[int, Spec] = field(default_factory=dict)
+    is_split: bool = False
+    sync: Sync = SYNCED
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.plan.mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """A definition for one half.
+
+    inputs: what each of its inputs is; a saved tensor has the kind "saved", and its number; one that the first part of
+        a backward hands to the second the kind "held"; terms of a parameter's gradient the kind "terms".
+    outputs: what each of its outputs is, in the same words.
+    """
+
+    fd: TracedDefinition
+    inputs: tuple[Source, ...]
+    outputs: tuple[Source, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The two halves of a captured graph; without a gradient there is no backward.
+
+    results: the shardings of the forward's outputs.
+    saved: how many tensors the forward hands to the backward.
+    rest: of a backward in two parts the second.
+    left: the gradients that are returned as terms of sums over ranks.
+    taken: those to which such terms of earlier calls are added.
+    """
+
+    forward: Half
+    backward: Half | None
+    joint: TracedDefinition
+    results: tuple[Sharding, ...]
+    saved: int
+    rest: Half | None = None
+    left: Terms = field(default_factory=dict)
+    taken: Terms = field(default_factory=dict)
+
+    @property
+    def halves(self) -> list[Half]:
+        """All that there are."""
+        return [half for half in (self.forward, self.backward, self.rest) if half is not None]

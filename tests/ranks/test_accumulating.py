@@ -1,0 +1,115 @@
+"""Micro-batches in `no_sync` over real ranks: gradients as of the whole batch, summed over ranks once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import meshfuse as mf
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from frontend_models import gradients_differ_by, pair
+
+pytestmark = pytest.mark.ranks
+
+INPUTS = {"x": ["dp", None], "y": ["dp", None]}
+PLAN = {"up": "colwise", "down": "rowwise"}
+SETUPS = {
+    "data parallel": ((4, 1), None, {}), "data and tensor": ((2, 2), PLAN, {}),
+    "fully sharded": ((4, 1), None, {"fsdp": "dp"}), "sharded and tensor": ((2, 2), PLAN, {"fsdp": "dp"}),
+    "mixed": ((4, 1), None, {"fsdp": "dp", "precision": mf.Precision(reduce=torch.float64)}),
+}  # fmt: skip
+WIDTH, ROWS = 8, 256
+
+
+class Rows(nn.Module):
+    """Layers that share a weight, on so many rows that these stay where they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        return F.mse_loss(self.last(x), y)
+
+
+def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(ROWS, WIDTH, generator=made) for _ in range(2))
+    return x, y
+
+
+def mine(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
+    """This rank's rows on a mesh of (ranks, 4 / ranks)."""
+    return tensor.chunk(ranks)[mf.World.current().rank * ranks // 4]
+
+
+def summed(bill: Any) -> float:
+    """The bytes in which sums over ranks of the data are made."""
+    kinds = ("all-reduce", "reduce-scatter")
+    return sum(entry.wire for entry in bill.entries if entry.axes == "dp" and entry.collective in kinds)
+
+
+def on_rank_accumulating(shape: tuple[int, int], plan: Any, options: Any) -> dict[str, Any]:
+    import os
+
+    os.environ["MESHFUSE_SEARCH"] = "fast"
+    found: dict[str, Any] = {"bills": [], "partial": []}
+    model, eager = pair(Rows)
+    mf.parallelize(model, mf.DeviceMesh(shape, ("dp", "tp")), plan, inputs=INPUTS, **options)
+
+    def step(seeds: range, discarded: bool = False) -> None:
+        for seed in seeds:
+            last = seed == seeds[-1] and not discarded
+            x, y = batch(seed)
+            if last:
+                model(mine(x, shape[0]), mine(y, shape[0])).backward()
+            else:
+                with model.no_sync():
+                    model(mine(x, shape[0]), mine(y, shape[0])).backward()
+            found["bills"].append(summed(model.bill()))
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            found["partial"].append(any(placement.is_partial() for grad in grads for placement in grad.placements))
+            if not discarded:
+                eager(x, y).backward()
+
+    step(range(3))
+    found["first"] = gradients_differ_by(model, eager)
+    step(range(3, 6))  # On top of gradients that are summed already.
+    found["second"] = gradients_differ_by(model, eager)
+    for each in (model, eager):
+        each.zero_grad()
+    step(range(6, 8), discarded=True)
+    model.zero_grad()  # What was left to sum goes with it.
+    step(range(8, 9))
+    found["discarded"] = gradients_differ_by(model, eager)
+    for each in (model, eager):
+        each.zero_grad()
+    (x, y), (more, others) = batch(9), batch(10)
+    with model.no_sync():
+        first = model(mine(x, shape[0]), mine(y, shape[0]))
+    (first + model(mine(more, shape[0]), mine(others, shape[0]))).backward()  # The last one's backward comes first.
+    (eager(x, y) + eager(more, others)).backward()
+    found["at once"] = gradients_differ_by(model, eager)
+    return found
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_micro_batches_are_summed_over_ranks_once(ranks4: Any, name: str) -> None:
+    for found in ranks4.run(on_rank_accumulating, *SETUPS[name]):
+        for when in ("first", "second", "discarded", "at once"):
+            assert found[when] < 1e-5, when
+        assert found["partial"][:3] == [True, True, False]
+        first, second, last, *_ = found["bills"]
+        assert max(first, second) <= 8 < 300 < last  # of the loss alone; of all weights
