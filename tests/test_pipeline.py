@@ -76,6 +76,25 @@ def test_stages_over_data_and_tensor_parallel_ranks() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize(("fsdp", "sums"), [(None, "all-reduce"), ("dp", "reduce-scatter")])
+def test_gradients_are_summed_over_ranks_once_a_step(fsdp: Any, sums: str) -> None:
+    """However many micro-batches there are: each leaves terms."""
+    model, eager = pair(lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]))
+    inputs = {"input": ["dp", None], "target": ["dp", None]}
+    mf.parallelize(
+        model, mf.DeviceMesh((2, 2), ("pp", "dp")), fsdp=fsdp, inputs=inputs, loss=nn.functional.mse_loss,
+        pipeline=mf.Pipeline("pp", "1f1b", 4),
+    )  # fmt: skip
+    x, y = torch.randn(2, 1024, 8).unbind()
+    model.step(x, y)
+    nn.functional.mse_loss(eager(x), y).backward()
+    assert gradients_differ_by(model, eager) < 1e-5
+    found = [e for e in model.bill().entries if ".grad" in e.tensor]
+    assert {e.collective for e in found} == {sums}  # and not "all-reduce x4"
+    weights = sum(p.numel() for p in model.parameters()) * 4
+    assert sum(e.wire for e in found) == (weights if fsdp is None else weights / 2)
+
+
 def test_a_user_s_own_schedule_and_no_pipeline_at_all() -> None:
     model, eager = pair(lambda: Words(2).double())
     own = [["F0.0", "F0.1", "I0.1", "B0.0", "W0.1"], ["F1.0", "F1.1", "B1.1", "B1.0"]]

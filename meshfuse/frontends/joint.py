@@ -13,7 +13,6 @@ from dataclasses import replace
 import torch
 
 from ..definition import annotating
-from ..definition.annotation import layouts_of_spec
 from ..definition.tensor_view import TensorView
 from ..dtypes import from_torch
 from ..errors import SourceLine, located
@@ -25,7 +24,7 @@ from .activations import outputs_of_modules
 from .backward_parts import Part, parts_of
 from .capture import Captured, Source
 from .cut import Cut, Reads, cut
-from .fsdp import gathers, in_turn, units_last, without_axes
+from .fsdp import gathers, in_turn, units_last
 from .lines import line_of
 from .masks import recognised
 from .plans import Spec
@@ -278,7 +277,7 @@ class JointWriter:
         return kinds.get(source.kind, f"{found}.grad" if source.kind == "gradient" else found)
 
     def _line(self, name: str) -> SourceLine:
-        return replace(self.setting.line, name=name)
+        return self.setting.named(name)
 
     def _spec(self, source: Source, ndim: int) -> Spec | None:
         if source.kind == "parameter" or (source.kind == "gradient" and source.name):
@@ -291,8 +290,7 @@ class JointWriter:
 
     def _annotate(self, fd: TracedDefinition, view: TensorView, spec: Spec | None) -> None:
         if spec is not None:
-            layouts = layouts_of_spec(view.label, self.setting.mesh, spec, view.ndim, self.setting.line)
-            annotating.annotate(fd.recording, view.id, self.setting.mesh, layouts, self.setting.line)
+            self.setting.annotate(fd, view, spec)
 
     def _annotate_activations(self, made: Translator) -> None:
         for node, spec in self.activations.items():
@@ -346,7 +344,7 @@ class JointWriter:
             view = self._with_terms(made, view, node, source, spec, terms)
         if spec is not None:
             view = made.fd.ops.set(view)
-            self._annotate_terms(made.fd, view, spec, left)
+            self.setting.annotate(made.fd, view, spec, left)
         if is_summed:
             view = self._cast(made, view, self.setting.dtypes.get(source.name or source.place))
         made.fd.add_output(view)
@@ -362,19 +360,13 @@ class JointWriter:
         terms.append(Source("terms", source.name))
         dtype = from_torch(self._kept_dtype(node, source))
         earlier = made.fd.new_input(view.type.shape, dtype, self._line(f"{source.name}.grad before"))
-        self._annotate_terms(made.fd, earlier, spec, axes)
+        self.setting.annotate(made.fd, earlier, spec, axes)
         found = made.fd.ops.add(view, earlier)
         return found if found.dtype is view.dtype else made.fd.ops.cast(found, view.dtype)
 
     def _kept_dtype(self, node: Node, source: Source) -> torch.dtype:
         """The type of a parameter, which is that of its gradient."""
         return self.setting.dtypes.get(source.name, node.meta["val"].dtype)
-
-    def _annotate_terms(self, fd: TracedDefinition, view: TensorView, spec: Spec, axes: Sequence[str]) -> None:
-        """Annotate a tensor of which ranks along these axes have terms, and that is else as a spec says."""
-        self._annotate(fd, view, without_axes(spec, axes))
-        if axes:
-            annotating.leave_unreduced(fd.recording, view.id, axes)
 
     def _cast(self, made: Translator, view: TensorView, dtype: torch.dtype | None) -> TensorView:
         wanted = view.dtype if dtype is None else from_torch(dtype)

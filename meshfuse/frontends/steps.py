@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from ..definition import annotating
+from ..definition.annotation import layouts_of_spec
+from ..definition.tensor_view import TensorView
 from ..errors import SourceLine
 from ..mesh import DeviceMesh
 from ..sharding.value import Sharding
 from .accumulating import SYNCED, Sync, Terms
 from .capture import Source
+from .fsdp import without_axes
 from .plans import ModulePlan, Spec
 from .traced import TracedDefinition
 
@@ -54,6 +58,17 @@ class Setting:
     @property
     def mesh(self) -> DeviceMesh:
         return self.plan.mesh
+
+    def named(self, name: str) -> SourceLine:
+        """The user's line, with a name of what is defined there."""
+        return replace(self.line, name=name)
+
+    def annotate(self, fd: TracedDefinition, view: TensorView, spec: Spec, terms: Sequence[str] = ()) -> None:
+        """Annotate a tensor by a spec, of which ranks along the axes of `terms` have terms of a sum."""
+        layouts = layouts_of_spec(view.label, self.mesh, without_axes(spec, terms), view.ndim, self.line)
+        annotating.annotate(fd.recording, view.id, self.mesh, layouts, self.line)
+        if terms:
+            annotating.leave_unreduced(fd.recording, view.id, terms)
 
 
 @dataclass(frozen=True, slots=True)

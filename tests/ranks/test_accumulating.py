@@ -113,3 +113,51 @@ def test_micro_batches_are_summed_over_ranks_once(ranks4: Any, name: str) -> Non
         assert found["partial"][:3] == [True, True, False]
         first, second, last, *_ = found["bills"]
         assert max(first, second) <= 8 < 300 < last  # of the loss alone; of all weights
+
+
+def on_rank_pipeline() -> dict[str, float]:
+    """Stages over two ranks of data each, whose micro-batches are summed once; fully sharded, and with tied weights."""
+    import os
+
+    os.environ["MESHFUSE_SEARCH"] = "fast"
+    found: dict[str, float] = {}
+    for fsdp in (None, "dp"):
+        model, eager = pair(Stages)
+        mf.parallelize(
+            model, mf.DeviceMesh((2, 2), ("pp", "dp")), fsdp=fsdp, inputs={"x": ["dp", None], "target": ["dp", None]},
+            loss=F.mse_loss, pipeline=mf.Pipeline("pp", "1f1b", 4, cut=["layers.1"]),
+        )  # fmt: skip
+        x, y = batch(1)
+        rank = mf.World.current().rank % 2
+        for _ in range(2):
+            model.step(x.chunk(2)[rank], y.chunk(2)[rank])
+            F.mse_loss(eager(x), y).backward()
+        wanted = dict(eager.named_parameters())
+        own = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+        found[f"{fsdp} {len(own)}"] = max(float((grad - wanted[n].grad).abs().max()) for n, grad in own.items())
+        found[f"{fsdp} summed"] = summed(model.bill())
+    return found
+
+
+class Stages(nn.Module):
+    """Layers of which the first and the last share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return self.last(x)
+
+
+def test_micro_batches_of_a_pipeline_are_summed_over_ranks_once(ranks4: Any) -> None:
+    for found in ranks4.run(on_rank_pipeline):
+        sums = [value for name, value in found.items() if "summed" in name]
+        assert all(200 < value < 700 for value in sums)  # A stage's weights; four micro-batches would send four times.
+        assert max(value for name, value in found.items() if "summed" not in name) < 1e-6

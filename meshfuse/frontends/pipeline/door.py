@@ -16,6 +16,7 @@ from ...errors import ArgumentError, SourceLine, located, user_error
 from ...report.bill import Bill, BillEntry, bill_of
 from ...report.memory import modelled_memory
 from ...resharding import shard_bytes
+from ..accumulating import Sync
 from ..calls import Arguments, Call, read_call
 from ..capture import Captured
 from ..options import Options
@@ -153,7 +154,8 @@ class Stepper:
         graph = self._captured(arguments, line)
         stages = stage_graphs(graph, self.assignment.cuts, len(call.leaves), self.options.line)
         check_weights(stages, self.assignment.owners, self.options.line)
-        setting = self.options.asked.setting(self.module, self.plan, arguments, self.options.line, free=True)
+        sync = Sync(leaves=self.schedule.microbatches > 1)
+        setting = self.options.asked.setting(self.module, self.plan, arguments, self.options.line, True, sync)
         split = self.schedule.is_split
         programs = {
             stage: stage_program(stages[stage], replace(setting, plan=self._plan_of(stage)), split)
@@ -187,6 +189,8 @@ class Stepper:
             program = planned.programs[stage]
             for half in program.step.halves:
                 found += [_times(entry, count) for entry in bill_of(half.fd.latest()).entries]
+            if program.summing is not None:
+                found += bill_of(program.summing.fd.latest()).entries
             found += self._sends(program, stage, count)
         return found
 

@@ -18,22 +18,25 @@ from ..joint import planned
 from ..plans import Spec
 from ..steps import Half, Setting, Step
 from .stages import Crossing, StageGraph
+from .summing import Summing, summing
 
 Values = dict[Source, torch.Tensor]
 NOWHERE = SourceLine("<pipeline>", 0)  # Of what no user has written.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StageProgram:
     """What a stage runs: its graph, and the definitions planned of it.
 
     specs: by place of a crossing tensor how it lies.
+    summing: sums the gradients of all micro-batches over ranks; None where each does so itself.
     """
 
     stage: StageGraph
     step: Step
     mesh: DeviceMesh
     specs: Mapping[int, Spec]
+    summing: Summing | None = None
 
     def run(self, half: Half, values: Mapping[Source, torch.Tensor], seed: int | None, backend: str | None) -> Values:
         """Run a half on a rank's parts, or where ranks are simulated on whole tensors, by what they are."""
@@ -92,7 +95,8 @@ def stage_program(stage: StageGraph, setting: Setting, is_split: bool) -> StageP
         ends={i: specs[c.place] for i, c in enumerate(stage.given(back=False))},
         is_split=is_split,
     )
-    return StageProgram(stage, planned(stage.graph, made), setting.mesh, specs)
+    step = planned(stage.graph, made)
+    return StageProgram(stage, step, setting.mesh, specs, summing(step, stage.graph, made))
 
 
 def border_spec(crossing: Crossing, setting: Setting) -> Spec:

@@ -61,12 +61,12 @@ class _Step:
     """A step under way.
 
     kept: by stage and micro-batch what its backward will read.
-    sums: by stage and parameter the gradients so far.
+    sums: by stage's program and parameter the gradients so far.
     """
 
     work: Work
     kept: dict[tuple[int, int], dict[Source, Any]] = field(default_factory=dict)
-    sums: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    sums: dict[StageProgram, dict[str, torch.Tensor]] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
 
     def run(self, with_gradients: bool) -> None:
@@ -175,13 +175,13 @@ class _Step:
             kept[Source("tangent", place=program.loss.place)] = self._share(action, program)
         made = program.run(half, kept, None, self.work.backend)
         kept.update((source, value) for source, value in made.items() if source.kind == "held")
-        self._add(action.stage, made)
+        self._add(program, made)
         return made
 
     def _of_weights(self, action: Action, program: StageProgram, arrived: dict[Source, Any]) -> dict[Source, Any]:
         kept = self.kept.pop((action.stage, action.microbatch))
         if program.step.rest is not None:
-            self._add(action.stage, program.run(program.step.rest, kept, None, self.work.backend))
+            self._add(program, program.run(program.step.rest, kept, None, self.work.backend))
         return {}
 
     def _share(self, action: Action, program: StageProgram) -> torch.Tensor:
@@ -189,11 +189,11 @@ class _Step:
         loss = self.losses[0]
         return torch.full((), self.work.shares[action.microbatch], dtype=loss.dtype, device=loss.device)
 
-    def _add(self, stage: int, made: Mapping[Source, torch.Tensor]) -> None:
+    def _add(self, program: StageProgram, made: Mapping[Source, torch.Tensor]) -> None:
+        sums = self.sums.setdefault(program, {})
         for source, gradient in made.items():
             if source.kind == "gradient" and source.name:
-                key = stage, source.name
-                self.sums[key] = self.sums[key].add_(gradient) if key in self.sums else gradient
+                sums[source.name] = sums[source.name].add_(gradient) if source.name in sums else gradient
 
     # results
 
@@ -211,8 +211,10 @@ class _Step:
     def gradients(self) -> dict[str, torch.Tensor]:
         """By parameter its gradient; those of a parameter that several stages hold are added up."""
         found: dict[str, torch.Tensor] = {}
-        for (_, name), gradient in self.sums.items():
-            found[name] = found[name] + gradient if name in found else gradient
+        for program, sums in self.sums.items():
+            left = program.summing(sums, self.work.backend) if program.summing is not None else {}
+            for name, gradient in (sums | left).items():
+                found[name] = found[name] + gradient if name in found else gradient
         if World.current().size > 1:
             for name in self._shared():
                 self._add_up(name, found)
