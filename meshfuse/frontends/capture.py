@@ -27,7 +27,8 @@ from torch.utils import _pytree as pytree
 
 from ..errors import MeshfuseError, SourceLine, user_error
 from .decompositions import decompositions
-from .kv_caches import INNER, a_new_cache, without_new_caches
+from .hugging_face import install_recorders, without_new_caches
+from .kv_caches import INNER, a_new_cache
 from .sdpa import as_one_op
 
 Tree = Any
@@ -91,6 +92,7 @@ def captured(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(without_new_caches(module))
+        install_recorders(module, kwargs)
         stack.enter_context(faked(module, device, dtype))
         try:
             return _with_first_names(_traced(stack, module, args, kwargs, scalars_only), module)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -94,23 +93,6 @@ def _text_config(module: Any) -> Any:
 def _heads(module: Any) -> int:
     text = _text_config(module)
     return getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)
-
-
-@contextmanager
-def without_new_caches(module: nn.Module) -> Iterator[None]:
-    """In this context models of transformers make no caches of their own, which configs have them do by default.
-
-    They would grow from call to call, and nobody has asked for them; a call with `use_cache=True` does.
-    """
-    configs = {id(config): config for part in module.modules() if (config := getattr(part, "config", None)) is not None}
-    made = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
-    for config in made:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config in made:
-            config.use_cache = True
 
 
 def a_new_cache(what: str, line: SourceLine) -> MeshfuseError:

@@ -26,6 +26,7 @@ from .autograd import Runner
 from .calls import Arguments, Call, read_call
 from .capture import Captured, captured
 from .fsdp import FSDP
+from .hugging_face import with_static_cache
 from .joint import planned
 from .kv_caches import WithCaches
 from .loading import init_weights, load
@@ -326,13 +327,20 @@ def parallel_class(plain: type) -> type:
     """The module's class with `ParallelModule` in front, under the same name."""
     if plain not in _CLASSES:
         names = {
-            "forward": _forward,
+            "forward": torch.compiler.disable(_forward),  # torch.compile leaves it as it is.
             "__module__": plain.__module__,
             "__qualname__": plain.__qualname__,
             "_plain": plain,
         }
+        if hasattr(plain, "generate") and hasattr(plain, "can_generate"):
+            names["generate"] = _generate
         _CLASSES[plain] = type(plain.__name__, (ParallelModule, plain), names)
     return _CLASSES[plain]
+
+
+def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """transformers' `generate`; with a static cache where the call says nothing of caches."""
+    return type(self)._plain.generate(self, *args, **with_static_cache(self, kwargs))
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -61,8 +61,15 @@ attention.register_autograd(_gradients, setup_context=_save)
 def as_one_op(graph: torch.fx.GraphModule) -> None:
     """Put this file's op in the place of every scaled_dot_product_attention of a graph of torch functions.
 
+    Also in the regions of torch.utils.checkpoint, which are graphs of their own.
+
     One whose mask has a gradient, as a learned bias has, stays torch's: it is written out in products.
     """
+    for part in [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]:
+        _in_graph(part)
+
+
+def _in_graph(graph: torch.fx.GraphModule) -> None:
     for node in list(graph.graph.nodes):
         if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
             mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)

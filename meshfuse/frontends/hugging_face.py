@@ -1,0 +1,56 @@
+"""What models of transformers do by default that a captured graph cannot have."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+@contextmanager
+def without_new_caches(module: nn.Module) -> Iterator[None]:
+    """In this context models of transformers make no caches of their own, which configs have them do by default.
+
+    They would grow from call to call, and nobody has asked for them; a call with `use_cache=True` does.
+    """
+    configs = {id(config): config for part in module.modules() if (config := getattr(part, "config", None)) is not None}
+    made = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in made:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in made:
+            config.use_cache = True
+
+
+def install_recorders(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Install the hooks that record hidden states and attention weights, where a call or a config asks for these.
+
+    transformers does so in the first such forward, under a lock, which no graph can have.
+    """
+    recording = sys.modules.get("transformers.utils.output_capturing")
+    install = getattr(recording, "maybe_install_capturing_hooks", None)
+    asked = ("output_hidden_states", "output_attentions")
+    for part in module.modules() if install is not None else ():
+        config = getattr(part, "config", None)
+        if hasattr(part, "_can_record_outputs") and any(
+            kwargs.get(name) or getattr(config, name, False) is True for name in asked
+        ):
+            install(part)
+
+
+def with_static_cache(module: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of `generate`, with a static cache where the call says nothing of caches.
+
+    The one that transformers takes then grows with every token, and each size would be a program of its own.
+    """
+    config = kwargs.get("generation_config") or module.generation_config
+    said = [kwargs.get(name, getattr(config, name, None)) for name in ("cache_implementation", "past_key_values")]
+    wants = kwargs.get("use_cache", getattr(config, "use_cache", True)) is not False
+    if not wants or any(value is not None for value in said) or not getattr(module, "_can_compile_fullgraph", False):
+        return dict(kwargs)
+    return {"disable_compile": True, **kwargs, "cache_implementation": "static"}
