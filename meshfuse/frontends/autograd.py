@@ -35,7 +35,9 @@ class Runner:
         self._draw, self._backend, self.full = draw, backend, full
         halves = [step.forward, *([step.backward] if step.backward is not None else [])]
         kinds = ("parameter", "buffer", "constant", "argument")
-        self.sources = list(dict.fromkeys(s for half in halves for s in half.inputs if s.kind in kinds))
+        read = [s for half in halves for s in half.inputs if s.kind in kinds]
+        written = [s.of_input() for s in step.forward.outputs if s.kind == "mutation"]  # Some are never read.
+        self.sources = list(dict.fromkeys([*read, *written]))
         self._index = {source: place for place, source in enumerate(self.sources)}
         self._getters = [_getter(module, graph, source) for source in self.sources]
         self._results = [source for source in step.forward.outputs if source.kind == "result"]

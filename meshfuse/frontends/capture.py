@@ -27,9 +27,9 @@ from torch.utils import _pytree as pytree
 
 from ..errors import MeshfuseError, SourceLine, user_error
 from .decompositions import decompositions
+from .functions import others_captured
 from .hugging_face import install_recorders, without_new_caches
 from .kv_caches import INNER, a_new_cache
-from .sdpa import as_one_op
 
 Tree = Any
 
@@ -106,11 +106,11 @@ def _traced(
     stack: contextlib.ExitStack, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], scalars_only: bool
 ) -> Captured:
     made = dynamo_graph_capture_for_export(module)(*args, **kwargs)
-    as_one_op(made)
     scalars_only = scalars_only and _detach_others(made)
     stack.enter_context(tracing(TracingContext(made.meta["fake_mode"])))
     table = decompositions()
-    joint = aot_export_joint_with_descriptors(stack, made, tuple(args), dict(kwargs), decompositions=table)
+    with others_captured():
+        joint = aot_export_joint_with_descriptors(stack, made, tuple(args), dict(kwargs), decompositions=table)
     graph = joint.graph_module.graph
     inputs = [(node, _source_of_input(node.meta["desc"])) for node in graph.find_nodes(op="placeholder")]
     inputs += [(node, _constant(joint.graph_module, node)) for node in graph.find_nodes(op="get_attr")]
@@ -226,10 +226,11 @@ def _quiet() -> Iterator[None]:
     found = {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
     config.ignore_logging_functions |= found  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        # Sizes are numbers, but for those that are marked.
-        static = config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True)
+        # Sizes are numbers, but for those that are marked. LSTMs and GRUs are written out, step by step.
+        static = config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True, allow_rnn=True)
         with warnings.catch_warnings(), static:
             warnings.filterwarnings("ignore", "While compiling, we found certain side effects", UserWarning)
+            warnings.filterwarnings("ignore", "TF32 acceleration on top of oneDNN", UserWarning)
             yield
     finally:
         config.ignore_logging_functions = before  # pyright: ignore[reportAttributeAccessIssue]

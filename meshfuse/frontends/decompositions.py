@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch._decomp import core_aten_decompositions, decomposition_table
 
 from .aten import has_rule
@@ -17,11 +18,24 @@ _WRONG = (
 )  # fmt: skip
 
 
+def _weight_norm_backward(
+    grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradients of g v / |v|, whose norms are along all dims but one."""
+    others = [d for d in range(v.ndim) if d != dim % v.ndim]
+    along = (grad * v).sum(others, keepdim=True) / norms
+    return g / norms * (grad - v * along / norms), along.to(g.dtype)
+
+
+# torch has none.
+_OWN: dict[Any, Callable[..., Any]] = {torch.ops.aten._weight_norm_interface_backward.default: _weight_norm_backward}
+
+
 @functools.cache
 def _all() -> dict[Any, Callable[..., Any]]:
     """torch's decompositions of aten ops, the core ones before others."""
     others = {op: function for op, function in decomposition_table.items() if str(op).startswith("aten.")}
-    found = others | dict(core_aten_decompositions())
+    found = others | dict(core_aten_decompositions()) | _OWN
     return {op: function for op, function in found.items() if _name(op) not in _WRONG}
 
 

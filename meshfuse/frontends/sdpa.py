@@ -58,39 +58,17 @@ def _gradients(ctx: Any, grad: Any, *_: Any) -> Any:
 attention.register_autograd(_gradients, setup_context=_save)
 
 
-def as_one_op(graph: torch.fx.GraphModule) -> None:
-    """Put this file's op in the place of every scaled_dot_product_attention of a graph of torch functions.
+TORCHS = F.scaled_dot_product_attention
 
-    Also in the regions of torch.utils.checkpoint, which are graphs of their own.
+
+def as_one_op(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, **more: Any,
+) -> torch.Tensor:  # fmt: skip
+    """torch's scaled_dot_product_attention, as this file's op.
 
     One whose mask has a gradient, as a learned bias has, stays torch's: it is written out in products.
     """
-    for part in [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]:
-        _in_graph(part)
-
-
-def _in_graph(graph: torch.fx.GraphModule) -> None:
-    for node in list(graph.graph.nodes):
-        if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
-            mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)
-            learned = mask is not None and getattr(mask.meta.get("example_value"), "requires_grad", False)
-            if not learned:
-                _replace(graph.graph, node)
-    graph.recompile()
-
-
-def _replace(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-    given: dict[str, Any] = {**dict(zip(names[:6], node.args, strict=False)), **node.kwargs}
-    query, key, value, mask = (given.get(name) for name in names[:4])
-    options = (float(given.get("dropout_p", 0.0)), given.get("is_causal", False), given.get("scale"))
-    with graph.inserting_before(node):
-        made = graph.call_function(torch.ops.meshfuse.attention.default, (query, key, value, mask, *options))
-        first = graph.call_function(_first, (made,))
-    made.meta, first.meta = dict(node.meta), dict(node.meta)
-    node.replace_all_uses_with(first)
-    graph.erase_node(node)
-
-
-def _first(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return results[0]
+    if attn_mask is not None and attn_mask.requires_grad:
+        return TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **more)
+    return attention(query, key, value, attn_mask, float(dropout_p), is_causal, scale)[0]

@@ -72,16 +72,25 @@ def test_generation_is_equal_token_by_token() -> None:
 
     model, eager, found = example("llama")
     mf.parallelize(model.eval(), mf.DeviceMesh((2,), ("tp",)), "hf")
-    options: dict[str, Any] = {
-        "max_new_tokens": 6,
-        "do_sample": False,
-        "cache_implementation": "static",
-        "disable_compile": True,
-    }
-    options["use_cache"] = True
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     prompt = found.arguments["input_ids"][:2, :5]
     wanted = eager.eval().generate(prompt, **options)
     assert torch.equal(model.generate(prompt, **options), wanted)
     made = len(getattr(model, STATE).runners)
     assert made == 2 and torch.equal(model.generate(prompt, **options), wanted)
     assert len(getattr(model, STATE).runners) == made
+
+
+def test_checkpointing_and_recorded_states() -> None:
+    """As transformers has them: regions of torch.utils.checkpoint, and hidden states recorded by hooks."""
+    model, eager, found = example("llama")
+    for each in (model, eager):
+        each.gradient_checkpointing_enable()
+    parallel(found, MESHES["dp2tp2"], "llama")
+    results = [each(**found.arguments, output_hidden_states=True) for each in (model, eager)]
+    assert len(results[0].hidden_states) == len(results[1].hidden_states) == 3
+    for ours, theirs in zip(*(result.hidden_states for result in results), strict=True):
+        assert difference(ours, theirs) < 1e-5
+    for result in results:
+        result.loss.backward()
+    assert gradients_differ_by(model, eager) < 1e-5
