@@ -84,3 +84,25 @@ def test_torch_compile_leaves_a_parallel_model_as_it_is() -> None:
     model, eager = pair(lambda: nn.Linear(8, 8))
     mf.parallelize(model, MESH, inputs={"input": ["dp", None, None]})
     assert difference(torch.compile(model, backend="eager")(ROWS), eager(ROWS)) < 1e-6
+
+
+class Numbers(nn.Module):
+    """A layer that numbers and flags are passed to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, times: int = 2, halved: bool = True, factor: float = 1.5) -> torch.Tensor:
+        for _ in range(times):
+            x = self.layer(x) * times * factor
+        return x.view(times, -1, 8).sum(0) if halved else x
+
+
+@pytest.mark.parametrize("dynamic", [None, {"x": [0]}])
+def test_numbers_and_flags_among_the_arguments(dynamic: Any) -> None:
+    model, eager = pair(Numbers)
+    mf.parallelize(model, MESH, inputs={"x": ["dp", None]}, dynamic=dynamic)
+    x = ROWS.flatten(0, 1)
+    for more in ((), (3,), (3, False), (2, True, 0.5)):
+        assert difference(model(x, *more), eager(x, *more)) < 1e-5, more

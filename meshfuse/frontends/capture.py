@@ -109,10 +109,16 @@ def _traced(
     scalars_only = scalars_only and _detach_others(made)
     stack.enter_context(tracing(TracingContext(made.meta["fake_mode"])))
     table = decompositions()
+    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    is_dynamic = any(hasattr(leaf, "_dynamo_dynamic_indices") for leaf in leaves)
     with others_captured():
-        joint = aot_export_joint_with_descriptors(stack, made, tuple(args), dict(kwargs), decompositions=table)
+        joint = aot_export_joint_with_descriptors(
+            stack, made, tuple(args), dict(kwargs), decompositions=table, ignore_shape_env=not is_dynamic
+        )
     graph = joint.graph_module.graph
     inputs = [(node, _source_of_input(node.meta["desc"])) for node in graph.find_nodes(op="placeholder")]
+    for node, source in inputs:
+        node.meta.setdefault("val", leaves[source.place])  # of a number
     inputs += [(node, _constant(joint.graph_module, node)) for node in graph.find_nodes(op="get_attr")]
     (end,) = graph.find_nodes(op="output")
     returned = pytree.tree_leaves(end.args[0], is_leaf=lambda leaf: leaf is None)

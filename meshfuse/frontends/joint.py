@@ -51,6 +51,8 @@ class JointWriter:
         for node, source in graph.of_kind("argument"):
             if isinstance(node.meta.get("val"), torch.Tensor):
                 self.sizes.bind(node.meta["val"].shape, setting.shapes[source.place])
+            elif source.place in setting.numbers:
+                self.sizes.bind([node.meta["val"]], [setting.numbers[source.place]])
         self.masks = recognised(graph.module.graph, self.sizes)
         self._read = Reads(self.masks)
         self.sharded = self._sharded()

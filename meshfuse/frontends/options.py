@@ -39,9 +39,11 @@ class Options:
         sync: Sync = SYNCED,
     ) -> Setting:  # fmt: skip
         """What a call of the module is planned with; `line`, `free` and `sync` as there."""
+        leaves = enumerate(arguments.call.leaves)
         return Setting(
             plan, dict(enumerate(arguments.names)), arguments.shapes, arguments.specs, line,
-            self._kept_dtypes(module, arguments.call), self.precision.reduce if self.precision is not None else None,
+            self._kept_dtypes(module, arguments.call), {i: leaf for i, leaf in leaves if type(leaf) is int},
+            self.precision.reduce if self.precision is not None else None,
             arguments.batch(), free, self.replicate, bool(self.dynamic), self.max_memory,
             sync=sync,
         )  # fmt: skip

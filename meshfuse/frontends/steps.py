@@ -28,6 +28,7 @@ class Setting:
     names, shapes, specs: by place of an argument what it is called, its global shape, and how it is cut if it is.
     dtypes: by name of a parameter, or place of an argument, the type in which it is kept, where the graph computes in
         another.
+    numbers: by place of an argument the whole number that it is.
     reduce: the type in which gradients are summed over ranks; None for that of the graph.
     batch: (size, axes) of the first dim of arguments, by which the first dim of results is cut; None for not cut.
     free: whether results lie as the plan leaves them, rather than whole but for the batch.
@@ -45,6 +46,7 @@ class Setting:
     specs: Mapping[int, Spec]
     line: SourceLine
     dtypes: Mapping[Any, torch.dtype]
+    numbers: Mapping[int, int] = field(default_factory=dict)
     reduce: torch.dtype | None = None
     batch: tuple[int, Any] | None = None
     free: bool = False
