@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,31 @@ def attention(**named: Any) -> Callable[[], nn.Module]:
     return lambda: First(nn.MultiheadAttention(8, 2, batch_first=True), 1, 2, **named)
 
 
+class Then(nn.Module):
+    """A layer, and a function of its result."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(8, 8), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.layer(x))
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """Rotary positions in complex numbers."""
+    turns = torch.polar(torch.ones(3, 4), torch.arange(3.0)[:, None] * torch.arange(4.0))
+    pairs = torch.view_as_complex(x.view(*x.shape[:-1], 4, 2))
+    return torch.view_as_real(pairs * turns).flatten(2)
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "complex rotary positions": rotated, "a diagonal": lambda x: x.diagonal(1, 1, 2),
+    "a diagonal by einsum": lambda x: torch.einsum("bii->b", x[..., :3]), "windows": lambda x: x.unfold(-1, 3, 2),
+    "bilinear": lambda x: nn.functional.bilinear(x, x, torch.ones(2, 8, 8)),
+}  # fmt: skip
+
+
 def normed(norm: Callable[..., nn.Module]) -> Callable[[], nn.Module]:
     return lambda: norm(nn.Linear(8, 8))
 
@@ -63,6 +89,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, Any]] = {
     "spectral norm": (normed(nn.utils.parametrizations.spectral_norm), ROWS, None),
     "bags": (lambda: nn.EmbeddingBag(12, 8, mode="sum"), IDS, {"weight": ["tp", None]}),
     "mean bags": (lambda: nn.EmbeddingBag(12, 8), IDS, None),
+    **{name: (functools.partial(Then, function), ROWS, None) for name, function in FUNCTIONS.items()},
 }
 
 

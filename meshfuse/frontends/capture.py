@@ -98,7 +98,7 @@ def captured(
             return _with_first_names(_traced(stack, module, args, kwargs, scalars_only), module)
         except MeshfuseError:
             raise
-        except (TorchDynamoException, UserError, RuntimeError, NotImplementedError) as error:
+        except (TorchDynamoException, UserError, RuntimeError, NotImplementedError, AssertionError) as error:
             raise not_captured(module, error, line, given()) from error
 
 

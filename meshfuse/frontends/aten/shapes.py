@@ -226,3 +226,21 @@ def _places(t: Translation, x: TensorView) -> tuple[TensorView, TensorView]:
     """The row and the column of every element of the last two dims."""
     rows, columns = x.type.shape[-2:]
     return t.along(t.ops.iota(rows), -2, x.ndim), t.along(t.ops.iota(columns), -1, x.ndim)
+
+
+# complex numbers as pairs
+
+
+@rule(aten.view_as_real.default)
+def _view_as_real(t: Translation, x: TensorView) -> TensorView:
+    return _stack(t, [t.ops.real(x), t.ops.imag(x)], -1)
+
+
+@rule(aten.view_as_complex.default)
+def _view_as_complex(t: Translation, x: TensorView) -> TensorView:
+    return t.ops.complex(_select(t, x, -1, 0), _select(t, x, -1, 1))
+
+
+@rule(aten._conj.default, aten._conj_physical.default, aten.conj_physical.default)
+def _conj(t: Translation, x: TensorView) -> TensorView:
+    return t.ops.complex(t.ops.real(x), t.ops.neg(t.ops.imag(x)))
