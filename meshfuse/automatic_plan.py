@@ -108,7 +108,7 @@ class _Search:
         for held in (free.held, frozenset[int]()) if free.memory > self.limit else ():
             priced = functools.partial(self._at, dataclasses.replace(opened, held=held))
             found = fastest_within(self.limit, free, priced)
-            if found is not None:
+            if found.memory <= self.limit:
                 return found
         return free
 

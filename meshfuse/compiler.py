@@ -158,7 +158,7 @@ def _within(
     graph: Graph, free: CompiledProgram, default_mesh: DeviceMesh, max_memory: float, effort: Effort,
     borders: Borders | None,
 ) -> CompiledProgram:  # fmt: skip
-    """The fastest program that holds no more than a bound; where there is none, the one without it.
+    """The fastest program that holds no more than a bound; where there is none, one that holds least.
 
     What ops make, and the program without a bound holds when it holds most, has a price.
     """
@@ -168,8 +168,7 @@ def _within(
         plan = decided(graph, default_mesh, effort, OpenInputs(held=held, price=price))
         return compile_sharded(plan, max_memory, borders=borders)
 
-    found = fastest_within(max_memory, free, at) if effort is not Effort.FOLLOW else None
-    return free if found is None else found
+    return fastest_within(max_memory, free, at) if effort is not Effort.FOLLOW else free
 
 
 def made_at_peak(graph: Graph, compiled: CompiledProgram) -> frozenset[int]:

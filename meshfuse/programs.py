@@ -16,7 +16,7 @@ from .executor.dtensor import as_dtensor, placeable
 from .graph import shape_scalars
 from .mesh import DeviceMesh
 from .planner.effort import effort_of
-from .report.memory import watch_memory
+from .report.memory import check_memory
 from .report.plan_warning import MAX_MEMORY, MAX_WIRE, bound, watch
 from .reshard.borders import Borders
 from .sharding.layout import Layout
@@ -150,15 +150,15 @@ class Programs:
     def _watched(
         self, given: Inputs, shapes: Shapes, default_mesh: DeviceMesh, line: SourceLine, near_factor: float
     ) -> CompiledProgram:
-        """The program, with warnings where a new one is over the bounds."""
+        """The program; where a new one moves more than the bound there is a warning, where it holds more an error."""
         key, near_factor = self.key(given, shapes, default_mesh), max(near_factor, self.near)
         if not self.compiled:
             self.fd._before_compiling(shapes, dict(key.scalars))
         if key not in self.compiled:
-            self.compiled[key] = self._planned(key, near_factor)
-            self.last_run = None
-            watch(self.compiled[key], self.max_wire, line)
-            watch_memory(self.compiled[key], self.max_memory, line)
+            compiled = self._planned(key, near_factor)
+            check_memory(compiled, self.max_memory, line)
+            self.compiled[key], self.last_run = compiled, None
+            watch(compiled, self.max_wire, line)
         return self.compiled[key]
 
     def _planned(self, key: ProgramKey, near_factor: float = 1.0) -> CompiledProgram:

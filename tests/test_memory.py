@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 import meshfuse as mf
-from meshfuse import compiler
+from meshfuse import compiler, programs
 from meshfuse.executor.bind import bind_program
 from meshfuse.ops import OPS
 from meshfuse.ops.binding import make_call
@@ -145,8 +146,7 @@ def test_communications_ahead_of_their_need_keep_to_what_is_left():
     free = fsdp().compile()
     limit = fsdp().memory().peak + 1000
     assert fsdp(max_memory=limit).compile().in_flight == 1000 < free.in_flight
-    with pytest.warns(mf.PlanWarning):
-        assert fsdp(max_memory=1).compile().in_flight == 0
+    assert compiler.compile_sharded(free.planned, 1).in_flight == 0
 
 
 def megatron(**bounds: Any) -> mf.FusionDefinition:
@@ -179,12 +179,20 @@ def test_activations_lie_in_parts_where_there_is_no_room_for_them_whole():
     assert_same_as_unsharded(fd, [given / 16 for given in inputs_for(fd)])
 
 
-def test_what_cannot_be_helped_is_a_warning_that_names_the_tensors():
-    with pytest.warns(mf.PlanWarning, match="more than max_memory=1,000; the largest: ") as caught:
-        fd = fsdp(max_memory=1000)
-        fd.compile()
-    text = str(caught[0].message)
-    assert "a rank holds" in text and "mesh_split" in text and "test_memory.py" in text
+def test_what_cannot_be_helped_is_an_error_that_says_the_least_and_names_the_tensors():
+    fd = fsdp(max_memory=1000)
+    needed = r"max_memory: found 1,000 bytes, needed ([\d,]+), the least that a plan was found to hold: .*the largest: "
+    for _ in range(2):  # It is no program then, the second time neither.
+        with pytest.raises(mf.DefinitionError, match=needed) as caught:
+            fd.compile()
+    text = str(caught.value)
+    assert "mesh_split" in text and "test_memory.py" in text
+    found = re.search(needed, text)
+    assert found is not None
+    least = float(found[1].replace(",", ""))
+    assert fsdp(max_memory=least).memory().peak == least
+    with pytest.raises(mf.DefinitionError, match="max_memory"):
+        fsdp(max_memory=least - 1).compile()
 
 
 def test_a_limit_that_is_kept_warns_of_nothing():
@@ -349,9 +357,10 @@ def test_whatever_is_dropped_the_numbers_are_right():
         assume(any(statement.node is None for statement in plain.statements))
         fd.max_memory = 0.0
         fd._programs.compiled.clear()
-        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(compiler, "rematerialize_gathers", lambda resharded, _: again(resharded))
-            warnings.simplefilter("ignore", mf.PlanWarning)
+            patch.setattr(compiler, "_within", lambda graph, free, *_: free)
+            patch.setattr(programs, "check_memory", lambda *_: None)
             assert_same_as_unsharded(fd, inputs_for(fd))
             found = fd.compile(*shapes_for(fd)).resharded
         assert sorted(ops_of(found)) == sorted(ops_of(plain))

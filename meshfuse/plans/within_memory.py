@@ -27,8 +27,8 @@ P = TypeVar("P", bound=Planned)
 _PRICES, _HALVINGS = (1e-4, 1e3), 6
 
 
-def fastest_within(limit: float, free: P, at: Callable[[float], P]) -> P | None:
-    """The fastest plan within a limit in bytes; None where even at the dearest price too much is held.
+def fastest_within(limit: float, free: P, at: Callable[[float], P]) -> P:
+    """The fastest plan within a limit in bytes; where even at the dearest price too much is held, one that holds least.
 
     free: the plan without a bound. at: the best plan at a price, in seconds per byte.
     """
@@ -36,7 +36,7 @@ def fastest_within(limit: float, free: P, at: Callable[[float], P]) -> P | None:
     low, high = usual * _PRICES[0], usual * _PRICES[1]
     best = at(high)
     if best.memory > limit:
-        return None
+        return min(free, best, key=lambda each: each.memory)
     for _ in range(_HALVINGS):
         price = math.sqrt(low * high)
         found = at(price)

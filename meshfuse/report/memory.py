@@ -1,18 +1,16 @@
-"""What a rank holds at its peak, and a warning where that is more than the bound."""
+"""What a rank holds at its peak, and an error where that is more than the bound."""
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 from ..compiler import CompiledProgram
-from ..errors import SourceLine
+from ..errors import SourceLine, user_error
 from ..html_text import html_table
 from ..number_text import number
 from ..reshard.rematerialize import peak
 from ..resharding import Compute, ReshardedDefinition
 from .bill import table
-from .plan_warning import PlanWarning
 
 # How many of the values at the peak are shown.
 _TOLD = 12
@@ -77,15 +75,16 @@ def _step(resharded: ReshardedDefinition, place: int) -> str:
     return f"in {resharded.name_of(statement)} at {line}"
 
 
-def watch_memory(compiled: CompiledProgram, limit: float | None, line: SourceLine) -> None:
-    """Warn (PlanWarning, at the user's line) where a plan holds more than `limit`, whatever is gathered again."""
+def check_memory(compiled: CompiledProgram, limit: float | None, line: SourceLine) -> None:
+    """Raises DefinitionError, at the user's line, where the plan that holds least holds more than `limit` bytes."""
     if limit is None or not compiled.graph.nodes:
         return
     found = modelled_memory(compiled)
     if found.peak > limit:
         most = "; ".join(f"{h.tensor} {h.sharding} at {h.line}, {number(h.nbytes)}" for h in found.held[:3])
-        text = (
-            f"a rank holds {number(found.peak)} bytes {found.step}, more than max_memory={number(limit)}; the largest: "
-            f"{most}. What can be gathered again already is: split one of these over another mesh axis by mesh_split."
-        )
-        warnings.warn_explicit(text, PlanWarning, line.file, line.line)
+        raise user_error(
+            "max_memory", f"{number(limit)} bytes",
+            f"{number(found.peak)}, the least that a plan was found to hold: {found.step}; the largest: {most}",
+            "Allow a rank more, or split one of these over another mesh axis by fd.mesh_split. What can be gathered "
+            "again is already.", line,
+        )  # fmt: skip
