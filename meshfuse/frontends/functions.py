@@ -40,7 +40,8 @@ class _Replacing(TorchFunctionMode):
     """Calls the other function; what torch calls inside of its functions goes past it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _OTHERS.get(func, func)(*args, **(kwargs or {}))
+        called: Any = _OTHERS.get(func, func)
+        return called(*args, **(kwargs or {}))
 
 
 @contextmanager

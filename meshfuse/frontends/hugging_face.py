@@ -33,7 +33,7 @@ def install_recorders(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
     transformers does so in the first such forward, under a lock, which no graph can have.
     """
     recording = sys.modules.get("transformers.utils.output_capturing")
-    install = getattr(recording, "maybe_install_capturing_hooks", None)
+    install: Any = getattr(recording, "maybe_install_capturing_hooks", None)
     asked = ("output_hidden_states", "output_attentions")
     for part in module.modules() if install is not None else ():
         config = getattr(part, "config", None)
