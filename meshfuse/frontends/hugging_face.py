@@ -32,15 +32,16 @@ def install_recorders(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
 
     transformers does so in the first such forward, under a lock, which no graph can have.
     """
-    recording = sys.modules.get("transformers.utils.output_capturing")
-    install: Any = getattr(recording, "maybe_install_capturing_hooks", None)
+    recording: Any = sys.modules.get("transformers.utils.output_capturing")
+    if not hasattr(recording, "maybe_install_capturing_hooks"):
+        return
     asked = ("output_hidden_states", "output_attentions")
-    for part in module.modules() if install is not None else ():
+    for part in module.modules():
         config = getattr(part, "config", None)
         if hasattr(part, "_can_record_outputs") and any(
             kwargs.get(name) or getattr(config, name, False) is True for name in asked
         ):
-            install(part)
+            recording.maybe_install_capturing_hooks(part)
 
 
 def with_static_cache(module: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
