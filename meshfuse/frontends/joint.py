@@ -165,7 +165,7 @@ class JointWriter:
     def _backward(
         self, part: Part, saved: Sequence[Sharding], held: Sequence[Sharding], shardings: Mapping[Node, Sharding]
     ) -> Half:
-        made = self._writer(_HALVES, by_rule=self.setting.sync is SYNCED)
+        made = self._writer(_HALVES, by_rule=self.setting.sync == SYNCED)
         taken: list[Source] = []
         for place in part.saved:
             self._take_as(made, self.cut.saved[place], saved[place], "saved")
