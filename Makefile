@@ -11,7 +11,7 @@ PYTEST = $(PY) -m pytest -q
 PARALLEL = -n 2 --dist loadscope
 
 .PHONY: help env run check docs docs-serve quick test test-nvfuser test-models ledger ledger-check faults fuzz lint gpu-check
-.PHONY: bench bench-bills bench-compile bench-runtime bench-session test-session bench-models
+.PHONY: bench bench-bills bench-compile bench-runtime bench-session test-session bench-models bench-thunder
 
 help:
 	@echo "make run        environment and main job: a GPT on simulated ranks, then on 4 real ones"
@@ -28,6 +28,7 @@ help:
 	@echo "make bench      the benchmarks: bench-bills (bytes on the wire), bench-compile (time to compile)"
 	@echo "                and bench-runtime (steps on real ranks, beside hand-written torch and DTensor),"
 	@echo "                bench-session (calls of a session and rpc, beside a bare channel and torch's RPC)"
+	@echo "                bench-models (steps of a Llama beside DTensor and FSDP2), bench-thunder (beside Thunder's)"
 	@echo "make gpu-check  the tests that need a GPU"
 
 env:
@@ -112,3 +113,7 @@ bench-session: env
 # Llama steps on real ranks, beside DTensor's eager tensor parallelism and FSDP2.
 bench-models: env
 	@$(PY) benchmarks/models/run.py
+
+# In the environment that has Thunder.
+bench-thunder:
+	@PYTHONPATH=. $$($(ENV) nvfuser) benchmarks/thunder/step.py
