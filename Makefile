@@ -116,4 +116,4 @@ bench-models: env
 
 # In the environment that has Thunder.
 bench-thunder:
-	@PYTHONPATH=. $$($(ENV) nvfuser) benchmarks/thunder/step.py
+	@PYTHONPATH=. $$($(ENV) nvfuser) benchmarks/models/thunder_step.py

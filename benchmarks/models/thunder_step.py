@@ -1,10 +1,12 @@
 """A training step of a Llama layer under Thunder, by meshfuse's executor beside Thunder's own for torch.
 
-$(python3 tools/env.py nvfuser) benchmarks/thunder/step.py [width ...]      default: 128 256 512
+$(python3 tools/env.py nvfuser) benchmarks/models/thunder_step.py [width ...]      default: 128 256 512
 
 Both jitted modules take turns in one process, forward and backward of the same layer. Printed are medians and least
 times in milliseconds, and their ratios: what the executor adds to a step.
 """
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -73,7 +75,8 @@ def measured(width: int) -> None:
     theirs = thunder.jit(layer, executors=thunder.get_default_executors())
     ours = thunder.jit(layer, executors=[mf.thunder.executor(), *thunder.get_default_executors()])
     for _ in range(10):
-        step(ours, x), step(theirs, x)
+        step(ours, x)
+        step(theirs, x)
     times = [(step(ours, x), step(theirs, x)) for _ in range(ROUNDS)]
     cells = [f"{kind([t[i] for t in times]) * 1e3:9.2f}" for kind in (statistics.median, min) for i in (0, 1)]
     ratios = [kind([t[0] for t in times]) / kind([t[1] for t in times]) for kind in (statistics.median, min)]
