@@ -32,6 +32,9 @@ HEADS, SHARED, ROWS, LENGTH, ROUNDS = 8, 4, 2, 128, 60
 class Layer(nn.Module):
     """RMS norms, rotary positions, fewer keys than queries, SwiGLU."""
 
+    cos: torch.Tensor
+    sin: torch.Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__()
         narrow, wide = width * SHARED // HEADS, width * 11 // 4
