@@ -68,5 +68,6 @@ def _open_axes(node: Node, made: Mapping[Node, Sharding], mesh: DeviceMesh) -> s
     """The axes along which ranks have terms of a node, or of all that it is a view or a sum of."""
     partial = made[node].partial if node in made else ()
     found = {split.axis for split in partial if split.axis and split.size == mesh.axis_size(split.axis)}
-    inputs = node.all_input_nodes if is_view(node) or node.target is torch.ops.aten.add.Tensor else []
-    return found or set.intersection(set(mesh.names), *(_open_axes(x, made, mesh) for x in inputs)) if inputs else found
+    if found or not (is_view(node) or node.target is torch.ops.aten.add.Tensor):
+        return found
+    return set.intersection(*(_open_axes(x, made, mesh) for x in node.all_input_nodes))

@@ -21,7 +21,7 @@ def _embedding_bag(
     norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
     per_sample_weights: torch.Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """torch's embedding_bag; of bags of one size, the rows of a matrix, as a sum, a mean or a maximum of embeddings."""
+    """torch's embedding_bag; of bags of one size, the rows of a matrix, as a sum or mean of embeddings."""
     if input.ndim != 2 or mode == "max" or padding_idx is not None or max_norm is not None or scale_grad_by_freq:
         return _BAG(
             input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
