@@ -107,7 +107,7 @@ def on_rank_accumulating(shape: tuple[int, int], plan: Any, options: Any) -> dic
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_micro_batches_are_summed_over_ranks_once(ranks4: Any, name: str) -> None:
-    for found in ranks4.run(on_rank_accumulating, *SETUPS[name]):
+    for found in ranks4.run(on_rank_accumulating, *SETUPS[name], timeout=250):
         for when in ("first", "second", "discarded", "at once"):
             assert found[when] < 1e-5, when
         assert found["partial"][:3] == [True, True, False]
@@ -157,7 +157,7 @@ class Stages(nn.Module):
 
 
 def test_micro_batches_of_a_pipeline_are_summed_over_ranks_once(ranks4: Any) -> None:
-    for found in ranks4.run(on_rank_pipeline):
+    for found in ranks4.run(on_rank_pipeline, timeout=250):
         sums = [value for name, value in found.items() if "summed" in name]
         assert all(200 < value < 700 for value in sums)  # A stage's weights; four micro-batches would send four times.
         assert max(value for name, value in found.items() if "summed" not in name) < 1e-6
