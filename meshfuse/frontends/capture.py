@@ -118,7 +118,8 @@ def _traced(
     graph = joint.graph_module.graph
     inputs = [(node, _source_of_input(node.meta["desc"])) for node in graph.find_nodes(op="placeholder")]
     for node, source in inputs:
-        node.meta.setdefault("val", leaves[source.place])  # of a number
+        if "val" not in node.meta:  # a number
+            node.meta["val"] = leaves[source.place]
     inputs += [(node, _constant(joint.graph_module, node)) for node in graph.find_nodes(op="get_attr")]
     (end,) = graph.find_nodes(op="output")
     returned = pytree.tree_leaves(end.args[0], is_leaf=lambda leaf: leaf is None)

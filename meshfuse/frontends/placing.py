@@ -161,11 +161,24 @@ def join_default_group(world: World, device: torch.device, seconds: float | None
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     elif name := interface_of(world.place.own_address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if world.default_groups:
+        _forget_meshes()
     # The keys by which ranks found each other before are still in the store.
     store = dist.PrefixStore(f"meshfuse.dtensor/{world.default_groups}", world.store)
     world.default_groups += 1
     limit = None if seconds is None else timedelta(seconds=seconds)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
+
+
+def _forget_meshes() -> None:
+    """Clear what torch keeps of ops on DTensors: by equal meshes, and so with the groups that are gone."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
+    kept: Any = getattr(_redistribute, "_gen_transform_infos", None)
+    if hasattr(kept, "cache_clear"):
+        kept.cache_clear()
 
 
 def connect_again(places: Places) -> None:
