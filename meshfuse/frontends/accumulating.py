@@ -21,6 +21,7 @@ from .plans import Spec, axes_in
 Node = torch.fx.Node
 # By parameter the axes of the mesh along which ranks hold terms of its gradient.
 Terms = Mapping[str, tuple[str, ...]]
+NO_TERMS: Terms = {}
 
 
 class Sync(NamedTuple):

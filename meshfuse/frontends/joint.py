@@ -15,11 +15,11 @@ import torch
 from ..definition import annotating
 from ..definition.tensor_view import TensorView
 from ..dtypes import from_torch
-from ..errors import SourceLine, located
+from ..errors import located
 from ..executor.dtensor import placements_of
 from ..gc_pause import no_collection
 from ..sharding.value import Sharding
-from .accumulating import SYNCED, Terms, terms_left
+from .accumulating import NO_TERMS, SYNCED, Terms, terms_left
 from .activations import outputs_of_modules
 from .backward_parts import Part, parts_of
 from .capture import Captured, Source
@@ -61,7 +61,7 @@ class JointWriter:
         self.sources = dict(graph.inputs)
         self.parts = parts_of(graph, self.cut, self._read, setting.is_split) if self.cut.backward else []
         self.held = [node for part in self.parts for node in part.given]
-        self.left: Terms = {}
+        self.left = NO_TERMS
         self._specs = {source.place: self._result_spec(node, source.place) for node, source in self._results()}
 
     def _result_spec(self, node: Node, place: int) -> Spec | None:
@@ -178,8 +178,9 @@ class JointWriter:
         ends = {node: self.setting.plan.units.get(source.name, "") for node, source in part.ends if source.name}
         nodes = units_last(part.nodes, ends) if self.sharded else part.nodes
         self._write(made, in_turn(part.again, nodes, self._read))
-        terms: list[Source] = []
-        outputs = self._finish_backward(made, part, terms)
+        earlier = dict(self.setting.sync.taken)
+        outputs = self._finish_backward(made, part, earlier)
+        terms = [Source("terms", source.name) for _, source in part.ends if source.name in earlier]
         for place, node in enumerate(part.given):
             made.fd.add_output(made.values[node])
             outputs.append(Source("held", place=place))
@@ -188,7 +189,7 @@ class JointWriter:
 
     def _take_as(self, made: Translator, node: Node, sharding: Sharding, kind: str) -> None:
         """Define an input that another half hands over, as it lies."""
-        view = made.input(node, self._line(f"{kind}.{node.name}"))
+        view = made.input(node, self.setting.named(f"{kind}.{node.name}"))
         annotating.shard(made.fd.recording, view.id, sharding, None, self.setting.line)
 
     # parts of definitions
@@ -213,7 +214,7 @@ class JointWriter:
             source = self.sources[node]
             name = self._name(source)
             kept = self.setting.dtypes.get(source.name or source.place) if source.kind != "tangent" else None
-            view = made.input(node, self._line(name), kept)
+            view = made.input(node, self.setting.named(name), kept)
             spec = self._spec(source, view.ndim)
             self._annotate(made.fd, view, spec)
             made.sharded.update({node} & self.sharded.keys())
@@ -266,7 +267,7 @@ class JointWriter:
     def _gather(self, made: Translator, node: Node) -> None:
         source = self.sources[node]
         spec = self.setting.plan.gathered(source.name)
-        made.fd.at = self._line(f"{source.name}.gathered")
+        made.fd.at = self.setting.named(f"{source.name}.gathered")
         whole = made.values[node] = made.fd.ops.set(made.values[node])
         self._annotate(made.fd, whole, spec)
         if self.setting.plan.stays(spec):
@@ -277,9 +278,6 @@ class JointWriter:
         found = source.name or self.setting.names.get(source.place, str(source.place))
         kinds = {"tangent": f"result.{source.place}.grad", "result": f"result.{source.place}"}
         return kinds.get(source.kind, f"{found}.grad" if source.kind == "gradient" else found)
-
-    def _line(self, name: str) -> SourceLine:
-        return self.setting.named(name)
 
     def _spec(self, source: Source, ndim: int) -> Spec | None:
         if source.kind == "parameter" or (source.kind == "gradient" and source.name):
@@ -327,12 +325,12 @@ class JointWriter:
         return outputs
 
     def _end(
-        self, made: Translator, node: Node, source: Source, name: str, terms: list[Source] | None = None
+        self, made: Translator, node: Node, source: Source, name: str, taken: Sequence[str] = ()
     ) -> None:  # fmt: skip
         """Add an output; an annotated one is a tensor of its own, as another may be annotated otherwise.
 
-        A gradient is reduced in the type for that, and returned in its parameter's. `terms` gets those inputs that are
-        defined to be added to it.
+        A gradient is reduced in the type for that, and returned in its parameter's; with the terms of earlier calls
+        that ranks along the axes of `taken` have.
         """
         view = made.values[node]
         spec = self._spec(replace(source, kind=source.of) if source.kind == "mutation" else source, view.ndim)
@@ -343,7 +341,7 @@ class JointWriter:
             view = self._cast(made, view, self._kept_dtype(node, source))
         if is_summed:
             view = self._cast(made, view, self.setting.reduce)
-            view = self._with_terms(made, view, node, source, spec, terms)
+            view = self._with_terms(made, view, node, source, taken) if taken else view
         if spec is not None:
             view = made.fd.ops.set(view)
             self.setting.annotate(made.fd, view, spec, left)
@@ -352,17 +350,12 @@ class JointWriter:
         made.fd.add_output(view)
 
     def _with_terms(
-        self, made: Translator, view: TensorView, node: Node, source: Source, spec: Spec | None,
-        terms: list[Source] | None,
+        self, made: Translator, view: TensorView, node: Node, source: Source, axes: Sequence[str]
     ) -> TensorView:  # fmt: skip
-        """A gradient, with the terms of earlier calls where there are some."""
-        axes = dict(self.setting.sync.taken).get(source.name, ())
-        if terms is None or not axes or spec is None:
-            return view
-        terms.append(Source("terms", source.name))
+        """A gradient with the terms of earlier calls, which ranks along these axes have."""
         dtype = from_torch(self._kept_dtype(node, source))
-        earlier = made.fd.new_input(view.type.shape, dtype, self._line(f"{source.name}.grad before"))
-        self.setting.annotate(made.fd, earlier, spec, axes)
+        earlier = made.fd.new_input(view.type.shape, dtype, self.setting.named(f"{source.name}.grad before"))
+        self.setting.annotate(made.fd, earlier, self.setting.plan.spec(source.name, view.ndim), axes)
         found = made.fd.ops.add(view, earlier)
         return found if found.dtype is view.dtype else made.fd.ops.cast(found, view.dtype)
 
@@ -374,9 +367,9 @@ class JointWriter:
         wanted = view.dtype if dtype is None else from_torch(dtype)
         return view if view.dtype is wanted else made.fd.ops.cast(view, wanted)
 
-    def _finish_backward(self, made: Translator, part: Part, terms: list[Source] | None = None) -> list[Source]:
+    def _finish_backward(self, made: Translator, part: Part, taken: Terms = NO_TERMS) -> list[Source]:
         for node, source in part.ends:
-            self._end(made, node, source, self._name(source), terms)
+            self._end(made, node, source, self._name(source), taken.get(source.name, ()))
         return [source for _, source in part.ends]
 
 

@@ -38,6 +38,7 @@ class Frame:
     stored: the tensors that are in memory between kernels.
     opened: the inputs whose places are to be found. held: of what is in memory when a rank holds most, by tensor for
         how many it stands.
+    has_terms: whether an annotated tensor is terms of a sum.
     """
 
     graph: Graph
@@ -59,6 +60,7 @@ class Frame:
     stored: frozenset[int]
     opened: OpenInputs
     held: Counter[int]
+    has_terms: bool
 
     @classmethod
     def of(cls, graph: Graph, meshes: tuple[DeviceMesh, ...], opened: OpenInputs = NOTHING_OPEN) -> Frame:
@@ -69,14 +71,9 @@ class Frame:
         alone = cls(
             graph, meshes, False, inputs, given, makers, _readers(graph), (), Counter(), {}, Counter(), numbers(graph),
             graph.streamed(), stationary_axes(graph), {}, frozenset(graph.outputs), stored_tensors(graph), opened,
-            Counter(),
+            Counter(), any([note.partial for note in graph.annotations.values()]),
         )  # fmt: skip
         return alone._decided(ends=False)
-
-    @property
-    def has_terms(self) -> bool:
-        """Whether an annotated tensor is terms of a sum."""
-        return any([note.partial for note in self.graph.annotations.values()])
 
     def with_ends(self) -> Frame:
         """The same, with a first and a last layer that decide for themselves."""

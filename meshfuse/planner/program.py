@@ -93,11 +93,9 @@ class Program:
     shared: dict[int, Shared | Home] = field(default_factory=dict)
     edges_of: list[list[Edge]] = field(default_factory=list)  # by variable
     limit: float = 0.0
-    has_terms: bool = False
 
     def __post_init__(self) -> None:
         between = not self.homes
-        self.has_terms = self.frame.has_terms
         self.labels = LabelMaker(self.frame, self.atoms_of, self.around, self.free, self.along, between).all()
 
     def ttype(self, tensor: int) -> TensorType:
@@ -189,7 +187,7 @@ class Program:
     @property
     def impossible(self) -> float:
         """What there is no way to do costs: more than what is forbidden, and than plans that leave terms of sums."""
-        return _FORBIDDEN * self.forbidden if self.frame.kept or self.has_terms else self.limit
+        return _FORBIDDEN * self.forbidden if self.frame.kept or self.frame.has_terms else self.limit
 
     def _needs(self, tensor: int, node: int) -> Needs:
         places = self.frame.readers[tensor][node]

@@ -18,7 +18,7 @@ from ..joint import planned
 from ..plans import Spec
 from ..steps import Half, Setting, Step
 from .stages import Crossing, StageGraph
-from .summing import Summing, summing
+from .summing import summing
 
 Values = dict[Source, torch.Tensor]
 NOWHERE = SourceLine("<pipeline>", 0)  # Of what no user has written.
@@ -36,7 +36,7 @@ class StageProgram:
     step: Step
     mesh: DeviceMesh
     specs: Mapping[int, Spec]
-    summing: Summing | None = None
+    summing: Half | None = None
 
     def run(self, half: Half, values: Mapping[Source, torch.Tensor], seed: int | None, backend: str | None) -> Values:
         """Run a half on a rank's parts, or where ranks are simulated on whole tensors, by what they are."""
@@ -49,6 +49,14 @@ class StageProgram:
             else:
                 outputs = half.fd.execute(inputs, idle_ranks=True, backend=backend)
         return dict(zip(half.outputs, outputs, strict=True))
+
+    def summed(self, sums: Mapping[str, torch.Tensor], backend: str | None) -> dict[str, torch.Tensor]:
+        """By parameter the gradient of all micro-batches, summed over ranks where these have terms of it."""
+        if self.summing is None:
+            return dict(sums)
+        terms = {source: sums[source.name] for source in self.summing.inputs}
+        made = self.run(self.summing, terms, None, backend)
+        return {**sums, **{source.name: value for source, value in made.items()}}
 
     def read_later(self) -> list[Source]:
         """What the backward reads beside what is saved, and what arrives for it."""

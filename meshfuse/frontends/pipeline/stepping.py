@@ -3,7 +3,7 @@ whole batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,11 +113,6 @@ class _Step:
         for message in messages_of(action, planned.graphs):
             transport.send(message, made[program.sent_of(given[message.place])])
 
-    def _doing(self, kind: str) -> Callable[[Action, StageProgram, dict[Source, Any]], dict[Source, Any]]:
-        return {
-            FORWARD: self._forward, BACKWARD: self._backward, OF_INPUTS: self._of_inputs, OF_WEIGHTS: self._of_weights
-        }[kind]  # fmt: skip
-
     def _forward(self, action: Action, program: StageProgram, arrived: dict[Source, Any]) -> dict[Source, Any]:
         half, here = program.step.forward, (action.stage, action.microbatch)
         values = {s: self._input(s, action.microbatch, arrived) for s in half.inputs}
@@ -212,8 +207,7 @@ class _Step:
         """By parameter its gradient; those of a parameter that several stages hold are added up."""
         found: dict[str, torch.Tensor] = {}
         for program, sums in self.sums.items():
-            left = program.summing(sums, self.work.backend) if program.summing is not None else {}
-            for name, gradient in (sums | left).items():
+            for name, gradient in program.summed(sums, self.work.backend).items():
                 found[name] = found[name] + gradient if name in found else gradient
         if World.current().size > 1:
             for name in self._shared():

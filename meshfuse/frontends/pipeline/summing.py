@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-import torch
-
 from ...dtypes import from_torch
-from ...runtime.world import World
-from ..capture import Captured
-from ..steps import Setting, Step
+from ..capture import Captured, Source
+from ..steps import Half, Setting, Step
 from ..traced import TracedDefinition
 
 
-@dataclass(frozen=True, slots=True)
-class Summing:
-    """The definition that sums terms over ranks: its inputs are terms of these parameters' gradients."""
-
-    fd: TracedDefinition
-    names: tuple[str, ...]
-
-    def __call__(self, terms: Mapping[str, torch.Tensor], backend: str | None) -> dict[str, torch.Tensor]:
-        """The gradients of these terms, as the parameters lie; where ranks are simulated terms are sums already."""
-        if World.current().size == 1:
-            return dict(terms)
-        with torch.no_grad():
-            found = self.fd.execute([terms[name] for name in self.names], idle_ranks=True, backend=backend)
-        return dict(zip(self.names, found, strict=True))
-
-
-def summing(step: Step, graph: Captured, setting: Setting) -> Summing | None:
-    """What sums the gradients that a step leaves as terms; None where it leaves none."""
+def summing(step: Step, graph: Captured, setting: Setting) -> Half | None:
+    """The definition that sums what a step leaves as terms of gradients over ranks; None where it leaves none."""
     if not step.left:
         return None
     fd, nodes = TracedDefinition(), {source.name: node for node, source in graph.of_kind("parameter")}
@@ -45,4 +23,6 @@ def summing(step: Step, graph: Captured, setting: Setting) -> Summing | None:
         made = fd.ops.set(wide)
         setting.annotate(fd, made, spec)
         fd.add_output(made if wide is terms else fd.ops.cast(made, terms.dtype))
-    return Summing(fd, tuple(step.left))
+    kinds = ("terms", "gradient")
+    inputs, outputs = (tuple(Source(kind, name) for name in step.left) for kind in kinds)
+    return Half(fd, inputs, outputs)
