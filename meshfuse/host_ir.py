@@ -11,10 +11,12 @@ from typing import Any
 from .errors import SourceLine, file_name
 from .graph import Graph
 from .html_text import html_lines
+from .kernels.experts import ROWS
 from .lowering.bucketed_calls import buckets, lower_bucket
 from .lowering.buffer_checker import BufferChecker
 from .lowering.collectives import ReshardContext, lower_reshard
 from .lowering.durations import CostModel
+from .lowering.exchanges import ExchangeContext, lower_exchange
 from .lowering.effects import Effects, effects, mentioned
 from .lowering.fusable_copies import fusable_copies, fusible_parts
 from .lowering.fuse_copies import fuse_copies
@@ -308,6 +310,7 @@ class RankLowering:
     def run(self, in_flight: int) -> HostProgram:
         """The whole program, scheduled and with frees."""
         self._name_inputs()
+        self._take_rows()
         for part in buckets(self.segmented.resharded, self.segmented.parts):
             if isinstance(part, Segment):
                 self._launch(part)
@@ -316,7 +319,7 @@ class RankLowering:
             else:
                 self._communicate(part)
         resharded = self.segmented.resharded
-        outputs = tuple(self.name(v) if self.rank in self.values[v].sharding.mesh else None for v in resharded.outputs)
+        outputs = tuple(self._returned(v) if self.rank in self.values[v].sharding.mesh else None for v in resharded.outputs)
         model = CostModel.of(dict.fromkeys(v.sharding.mesh for v in self.values))
         kept = {*filter(None, outputs)}
         body = fuse_copies(schedule(self.instructions, model, in_flight), self.fusible, kept, in_flight)
@@ -328,6 +331,26 @@ class RankLowering:
         first: dict[int, str] = {}
         for v in self.segmented.resharded.inputs:
             self.names[v] = first.setdefault(self.values[v].tensor, self.names[v])
+
+    def _take_rows(self) -> None:
+        """Take the rows out of what stands for a ragged tensor outside of programs."""
+        resharded = self.segmented.resharded
+        for v in resharded.inputs:
+            if resharded.type_of(v).rows and self.rank in self.values[v].sharding.mesh:
+                taken = f"{self.names[v]}_rows"
+                self.instructions.append(View(taken, self.names[v], f".{ROWS}"))
+                self.names[v] = taken
+
+    def _returned(self, value: int) -> str:
+        """The name under which an output is returned."""
+        ttype, name = self.segmented.resharded.type_of(value), self.name(value)
+        if not ttype.rows:
+            return name
+        shape = self.values[value].sharding.local_shape(ttype.shape, self.rank)
+        made = f"v{value}_whole"
+        kernel = Kernel(f"stand_in_{value}", (name,), (f"{made} = K.stand_in({name}, {shape})",), (made,))
+        self.instructions.append(Launch(kernel, (name,), (made,)))
+        return made
 
     def name(self, value: int) -> str:
         return self.names[value]
@@ -342,6 +365,9 @@ class RankLowering:
     def _launch(self, part: Segment) -> None:
         if self.rank not in part.computes[0].placement.results[0].mesh:
             return
+        if part.is_exchange:
+            self._exchange(part)
+            return
         lines, origins = self._kernel_lines(part)
         inputs = tuple(dict.fromkeys(map(self.name, part.inputs)))
         outputs = tuple(f"v{v}" for v in part.outputs)
@@ -350,6 +376,15 @@ class RankLowering:
         called = functions(self.graph, part.computes)
         kernel = Kernel(part.name, params, tuple(lines), outputs, called, work, origins=tuple(origins))
         self.instructions.append(Launch(kernel, params, outputs))
+
+    def _exchange(self, part: Segment) -> None:
+        (compute,) = part.computes
+        node = self.graph.nodes[compute.node]
+        operands, results = (tuple(map(self.name, values)) for values in (compute.inputs, compute.outputs))
+        label = self.graph.tensors[node.outputs[0]].label
+        self.instructions += lower_exchange(
+            ExchangeContext(self.rank, node, compute.placement, operands, results, label, part.name)
+        )
 
     def cost(self, compute: Compute) -> tuple[float, float]:
         """Operations of an op on one rank, and the least bytes that it reads and writes."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from ..errors import SourceLine, caller_line, user_error
 from ..fast_dataclass import quickly_made
 from ..mesh import DeviceMesh
+from ..ops import ragged
 from ..ops.binding import Keys, keys_of
 from ..ops.opdef import Call, OpDef, tensor_refs
 from ..ops.rules import FactorKind, Rule
@@ -189,7 +190,7 @@ class Recording:
         form = OpForm(op, keys_of(bound), tuple([tensors[i].type for i in inputs]))
         found = self._forms.get(form)
         if found is None:
-            types = op.infer(Call(op, bound, form.types))
+            types = ragged.infer(Call(op, bound, form.types))
             check_results(op.name, types)
             found = self._forms[form] = form, types
         return found

@@ -197,7 +197,7 @@ class _Sweep:
         parts = self._parts.get(tensor)
         if not parts:
             return None
-        shape, dtype = self.fd.recording.tensors[tensor].type
+        shape, dtype = self.fd.recording.tensors[tensor].type[:2]
         pieces = [part for _, part in parts if isinstance(part, WindowGradient)]
         others = sorted(
             (entry for entry in parts if not isinstance(entry[1], WindowGradient)), key=lambda entry: entry[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from ..ops import ragged
 from ..ops.binding import Keys, keys_of
 from ..ops.opdef import Call, OpDef
 from ..ops.rules import Rule
@@ -38,7 +39,7 @@ def _call_of(op: OpDef, args: Keys, types: tuple[TensorType, ...]) -> tuple[Call
     Most calls of a definition's forms are equal, and what is worked out for one holds for the others.
     """
     given = tuple([arg for _, _, arg in args])
-    call = Call(op, given, types, op.infer(Call(op, given, types)))
+    call = Call(op, given, types, ragged.infer(Call(op, given, types)))
     rule = (op.ring_schedule.rule if op.ring_schedule else op.rule)(call)
     check_rule(call, rule)
     return call, rule

@@ -84,7 +84,8 @@ def specialize(
 
 def _input_types(recording: Recording, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, TensorType]:
     """The inputs' types at these shapes; equal ones are one object."""
-    found = {i: TensorType(shape, recording.tensors[i].type.dtype) for i, shape in shapes.items()}
+    types = {i: recording.tensors[i].type for i in shapes}
+    found = {i: TensorType(shape, types[i].dtype, types[i].rows) for i, shape in shapes.items()}
     known: dict[TensorType, TensorType] = {}
     return {i: known.setdefault(ttype, ttype) for i, ttype in found.items()}
 

@@ -31,6 +31,11 @@ class Segment:
     def name(self) -> str:
         return f"segment_{self.id}"
 
+    @property
+    def is_exchange(self) -> bool:
+        """Whether it is an op alone for which ranks send each other rows."""
+        return bool(self.computes[0].placement.exchange)
+
 
 @dataclass(frozen=True, slots=True)
 class SegmentedDefinition:
@@ -89,7 +94,7 @@ def _groups(
     work = 0.0
     moving: set[int] = set()
     for statement in parts:
-        joins = isinstance(statement, Compute) and (not run or _on_one_mesh(run[-1], statement))
+        joins = isinstance(statement, Compute) and (not run or _may_join(run[-1], statement))
         if isinstance(statement, Compute):
             if not moving.isdisjoint(statement.inputs):
                 joins = joins and work < WORTH_A_LAUNCH
@@ -108,7 +113,10 @@ def _groups(
         yield run
 
 
-def _on_one_mesh(a: Compute, b: Compute) -> bool:
+def _may_join(a: Compute, b: Compute) -> bool:
+    """Whether one kernel may compute both: they are on one mesh, and neither is an exchange of rows."""
+    if a.placement.exchange or b.placement.exchange:
+        return False
     one, other = a.placement.results[0].mesh, b.placement.results[0].mesh
     return one is other or one == other
 

@@ -14,6 +14,7 @@ from . import (
     convolution,
     convolution_weight,
     embedding,
+    experts,
     factories,
     functions,
     grouped_products,
@@ -81,10 +82,14 @@ COMPOSITES = composite.COMPOSITES | NORM_COMPOSITES | IMAGE_COMPOSITES | INDEX_C
 OPS: dict[str, OpDef] = {op.name: op for family in _FAMILIES for op in family.OPS}
 
 
+# Ops on the rows of experts, which are as many as the numbers say.
+EXPERT_OPS: dict[str, OpDef] = {op.name: op for op in experts.OPS}
+
+
 def families() -> dict[str, tuple[str, Sequence[OpDef]]]:
     """By family, those for everyone first: the first sentence of its module, and its ops."""
     in_order = sorted(_FAMILIES, key=lambda family: family in _INNER)
     return {f.__name__.rpartition(".")[2]: ((f.__doc__ or "").partition("\n")[0], f.OPS) for f in in_order}
 
 
-__all__ = ["COMPOSITES", "OPS", "families"]
+__all__ = ["COMPOSITES", "EXPERT_OPS", "OPS", "families"]

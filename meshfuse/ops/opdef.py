@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from ..dtypes import DataType
 from ..fast_dataclass import quickly_made
@@ -245,6 +245,19 @@ class RingSchedule(NamedTuple):
     write: Callable[[Writing, Call, tuple[TensorRef, ...]], Sequence[TensorRef]]
 
 
+class Exchange(NamedTuple):
+    """An op that moves rows between tokens and experts, by its factors of these.
+
+    An axis may cut both: ranks then have some tokens and some experts, and send rows to each other.
+
+    kind: "dispatch" brings rows of tokens to experts, "collect" rows of experts back to tokens.
+    """
+
+    tokens: int
+    experts: int
+    kind: Literal["dispatch", "collect"]
+
+
 def _elementwise_flops(call: Call) -> float:
     if call.op.is_view:
         return 0.0  # Its readers read the operand's elements.
@@ -308,6 +321,10 @@ class OpDef:
     has_form: Callable[[Call], bool] | None = None
     # How the op is computed in rounds, for operands that are sharded otherwise than `rule` takes them.
     ring_schedule: RingSchedule | None = None
+    # Whether it knows ragged tensors, the rows of experts.
+    on_rows: bool = False
+    # How ranks compute it that have some of the tokens and some of the experts.
+    exchange: Exchange | None = None
     # The op without its last operand, which another op adds (a bias, which is not part of the terms of a sum).
     split_last_operand: SplitLastOperand | None = None
     # For a result that is a window of the first operand, or of which that is a window: (by dim the operand's index at

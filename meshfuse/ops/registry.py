@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 
 from ..errors import caller_line, shown, user_error
-from . import COMPOSITES, OPS
+from . import COMPOSITES, EXPERT_OPS, OPS
 from .opdef import OpDef
 
 _registered: dict[str, OpDef] = {}
@@ -33,7 +33,7 @@ def _check_name(name: str) -> None:
     if name in _registered:
         raise user_error(f"register_op: {name!r} is registered already", repr(_registered[name]), "a new name",
                          f"Rename the op, or call mf.unregister_op({name!r}) first.", caller_line())  # fmt: skip
-    if name in OPS or name in COMPOSITES:
+    if name in OPS or name in EXPERT_OPS or name in COMPOSITES:
         raise user_error(f"register_op: meshfuse has an op {name!r}", "", "a new name", "Rename the op.",
                          caller_line())  # fmt: skip
 
@@ -55,9 +55,9 @@ def find(op: str | OpDef) -> OpDef | None:
     """The op of this name, None where there is none; an OpDef is returned as it is."""
     if isinstance(op, OpDef):
         return op
-    return OPS.get(op) or _registered.get(op) if isinstance(op, str) else None
+    return OPS.get(op) or EXPERT_OPS.get(op) or _registered.get(op) if isinstance(op, str) else None
 
 
 def names() -> list[str]:
     """The names of all ops: the table's, then the registered ones."""
-    return [*OPS, *_registered]
+    return [*OPS, *EXPERT_OPS, *_registered]

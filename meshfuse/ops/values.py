@@ -11,10 +11,15 @@ from ..dtypes import DataType
 
 
 class TensorType(NamedTuple):
-    """A tensor's global shape (-1 for a size that only the arguments tell) and element type."""
+    """A tensor's global shape (-1 for a size that only the arguments tell) and element type.
+
+    rows: 0 but for *ragged* tensors, which have the rows of tokens that went to experts: their first two dims are
+        experts and tokens, and of these places only so many have a row (`ops/experts.py`).
+    """
 
     shape: tuple[int, ...]
     dtype: DataType
+    rows: int = 0
 
     @property
     def ndim(self) -> int:
@@ -22,14 +27,16 @@ class TensorType(NamedTuple):
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        """The elements that there are."""
+        return self.rows * math.prod(self.shape[2:]) if self.rows else math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{self.dtype.name}[{', '.join('?' if n < 0 else str(n) for n in self.shape)}]"
+        ragged = f", {self.rows} rows" if self.rows else ""
+        return f"{self.dtype.name}[{', '.join('?' if n < 0 else str(n) for n in self.shape)}{ragged}]"
 
 
 class TensorRef(NamedTuple):

@@ -260,7 +260,7 @@ class Placement:
     """Where an op is computed: its factors' layouts and, following from these, the shardings of operands and results.
 
     `ways` is the op's work divided by that of the rank with most of it. With a `step` the op is not computed: the step
-    makes its result from its first operand.
+    makes its result from its first operand. `exchange` are the axes over which both tokens and experts lie.
     """
 
     layouts: Layouts
@@ -269,6 +269,7 @@ class Placement:
     carry: Carry = NO_CARRY
     step: Step | None = None
     ways: float = 1.0
+    exchange: tuple[Split, ...] = ()
 
 
 def placed(call: Call, rule: Rule, mesh: DeviceMesh, layouts: Layouts, carry: Carry = NO_CARRY) -> Placement | None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ..mesh import DeviceMesh
 from ..ops.opdef import Call, Partial
 from ..ops.rules import FactorKind, Rule
+from ..placement.exchanges import exchange_placements, exchange_seconds
 from ..placement.factors import NO_CARRY, Carry, Layouts, Placement, passes, placed, representable
 from ..placement.options import EARLIER, window_seconds
 from ..placement.roofline import Stored, computing_seconds
@@ -70,8 +71,16 @@ def axis_labels(
     free = tuple(f for f, factor in enumerate(rule.factors) if factor.kind not in kinds)
     each = (_enumerated(call, rule, mesh, atoms, start, free, near) for start in dict.fromkeys(starts))
     found = distinct(itertools.chain.from_iterable(each))
+    if call.op.exchange is not None:
+        found = distinct(itertools.chain.from_iterable(map(functools.partial(_exchanging, call), found)))
     # Layouts of reductions that no placement can have are left out.
     return found if found or not reductions else axis_labels(call, rule, mesh, atoms, special, (), near)
+
+
+def _exchanging(call: Call, label: Label) -> Iterator[Label]:
+    """A label, and those in which rows also go between ranks along its axes."""
+    for placement in exchange_placements(call, label.placement):
+        yield Label(placement, label.spot)
 
 
 def _with_reductions(rule: Rule, start: Layouts, reductions: tuple[Layout, ...]) -> Layouts:
@@ -216,5 +225,6 @@ def own_seconds(call: Call, placement: Placement, stored: Stored) -> float:
     """
     if placement.step is not None:
         return window_seconds(call, placement)
+    moved = exchange_seconds(call, placement) if placement.exchange else 0.0
     risk = EARLIER if placement.carry.axes and call.op.partial.scales else 0.0
-    return computing_seconds(call, placement, stored) + risk
+    return computing_seconds(call, placement, stored) + risk + moved

@@ -107,6 +107,8 @@ def reshard_costs(
     """
     costs = np.empty((len(sources), len(targets)))
     quality = np.full(costs.shape, GOOD)
+    if ttype.rows:  # Nothing but an op that knows them moves rows of experts.
+        return np.array([[0.0 if s is t else np.inf for t in targets] for s in sources]).reshape(costs.shape), quality
     for mesh, rows in _by_mesh(sources).items():
         for other, columns in _by_mesh(targets).items():
             sides, at = ([sources[n] for n in rows], [targets[n] for n in columns]), np.ix_(rows, columns)
@@ -164,6 +166,8 @@ def exact_seconds(source: Sharding, target: Sharding, ttype: TensorType) -> floa
     """Modelled seconds of the cheapest path; inf where there is none."""
     if source is target:
         return 0.0
+    if ttype.rows:
+        return math.inf
     path = plan(source, target, ttype.shape, ttype.dtype.itemsize)
     return math.inf if path is None else path.seconds
 
