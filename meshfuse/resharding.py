@@ -127,6 +127,15 @@ class ReshardedDefinition:
         """The reshards that send something, in order."""
         return tuple(s for s in self.reshards if travels(s.step, self.graph.shape(self.values[s.source].tensor)))
 
+    @property
+    def sends(self) -> tuple[Statement, ...]:
+        """All statements in which ranks send something, in order: collectives, and ops that exchange rows."""
+        collectives = set(map(id, self.collectives))
+        return tuple([
+            s for s in self.statements
+            if (bool(s.placement.exchange) if isinstance(s, Compute) else id(s) in collectives)
+        ])  # fmt: skip
+
     def read(self) -> set[int]:
         """The values that a statement reads or the program returns."""
         return {value for statement in self.statements for value in statement.inputs}.union(self.outputs)

@@ -104,17 +104,27 @@ class Assignment:
 
 def assigned(definition: SegmentedDefinition, name: str, device: torch.device) -> Assignment:
     """Which segments to compile, and when; the same on all ranks."""
-    segments = [part for part in definition.parts if isinstance(part, Segment)]
+    every = [part for part in definition.parts if isinstance(part, Segment)]
+    ragged = {segment.id: _OF_ANY_SIZE for segment in every if _has_rows(definition.resharded, segment)}
+    segments = [segment for segment in every if segment.id not in ragged]
     if name != "auto":
-        due = None if name == "eager" else 0
-        return Assignment(due, {segment.id: Chosen(name, "asked for") for segment in segments})
+        due = None if name == "eager" or not segments else 0
+        return Assignment(due, ragged | {segment.id: Chosen(name, "asked for") for segment in segments})
     saved = {segment.id: saved_seconds(definition.resharded, segment, device) for segment in segments}
     price = sum(_COMPILE + _COMPILE_OP * len(s.computes) for s in segments if saved[s.id] >= _LEAST)
     total = sum(seconds for seconds in saved.values() if seconds >= _LEAST)
     due = max(_PATIENCE, math.ceil(price / total)) if total else None
     native = device.type == "cuda" and importlib.util.find_spec("nvfuser_direct") is not None
     busy = {segment.id for segment in segments if native and keeps_a_gpu_busy(definition, segment)}
-    return Assignment(due, {number: _auto(seconds, due, number in busy) for number, seconds in saved.items()})
+    return Assignment(due, ragged | {number: _auto(seconds, due, number in busy) for number, seconds in saved.items()})
+
+
+_OF_ANY_SIZE = Chosen("eager", "rows of experts are as many as the numbers say")
+
+
+def _has_rows(resharded: ReshardedDefinition, segment: Segment) -> bool:
+    """Whether an op of a segment reads or makes rows of experts."""
+    return any(resharded.type_of(v).rows for c in segment.computes for v in (*c.inputs, *c.outputs))
 
 
 def _auto(saved: float, due: int | None, native: bool) -> Chosen:

@@ -48,7 +48,7 @@ class Segments:
 
     def _planned(self, kernel: str, chosen: Mapping[int, Chosen]) -> Chosen:
         segment = self._segments.get(kernel)
-        return Chosen("eager", "a part of a segment, in a loop") if segment is None else chosen[segment.id]
+        return Chosen("eager", "a part of a segment") if segment is None else chosen[segment.id]
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ..dtypes import DataType
 from ..graph import Node
 from ..ops.values import TensorType
-from ..placement.exchanges import exchanged_bytes
+from ..placement.exchanges import exchange_wire
 from ..placement.factors import Placement
-from ..reshard.steps import axis_keys, group_size
+from ..reshard.steps import axis_keys
 from ..sharding.value import Sharding
 from .instructions import Allocate, Collective, Communication, Instruction, Kernel, Launch, Wait, tuple_text
 from .kernel_text import origin
@@ -78,10 +78,9 @@ class ExchangeContext:
 
     def rows(self, room: str, sent: str, went: str, came: str) -> list[Instruction]:
         """The rows themselves, from `sent` to `room`; `went` and `came` are the elements to and from each rank."""
-        n, nbytes = group_size(self.placement.exchange), exchanged_bytes(self.node.call, self.placement)
         text = f"all_to_all({room}.view(-1), {sent}.view(-1), {came}.tolist(), {went}.tolist())"
         payload = (0, self.ragged[1].dtype.value)
-        about = self.about(nbytes * (n - 1) / n, "rows")
+        about = self.about(exchange_wire(self.node.call, self.placement), "rows")
         work = f"w{self.results[0]}"
         call = Collective(work, self.group, "all_to_all", (sent, went, came), (room,), text, about, payload)
         return [call, Wait(work)]

@@ -62,6 +62,11 @@ def exchange_seconds(call: Call, placement: Placement) -> float:
     return costs.all_to_all(link, n, exchanged_bytes(call, placement)) + counts + A2A_SECONDS
 
 
+def exchange_wire(call: Call, placement: Placement) -> float:
+    """The bytes that a rank sends in an exchange, if every expert gets as many rows."""
+    return exchanged_bytes(call, placement) * (1 - 1 / group_size(placement.exchange))
+
+
 def exchanged_bytes(call: Call, placement: Placement) -> float:
     """The bytes of the rows of one rank, those of its own experts among them, if every expert gets as many."""
     sides = ((placement.operands, call.types), (placement.results, call.results))

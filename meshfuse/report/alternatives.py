@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 from ..compiler import CompiledProgram
 from ..graph import Graph
+from ..placement.exchanges import exchange_seconds, exchange_wire
 from ..planner.effort import Effort
 from ..propagation import ShardedDefinition, propagate
 from ..reshard.steps import Step, mean_wire_elements
-from ..resharding import ReshardedDefinition, insert_resharding
+from ..resharding import Compute, ReshardedDefinition, insert_resharding
 from ..rewrites.lower_ring_ops import lower_ring_ops
 from ..sharding.layout import WHOLE, Layout, axes, extent
 from ..sharding.value import Sharding
@@ -62,6 +63,11 @@ def total(resharded: ReshardedDefinition) -> Total:
     for reshard in resharded.collectives:
         wire += wire_bytes(resharded.graph, resharded.values[reshard.source].tensor, reshard.step)
         seconds += resharded.seconds(reshard)
+    for found in resharded.sends:
+        if isinstance(found, Compute):
+            call = resharded.graph.nodes[found.node].call
+            wire += exchange_wire(call, found.placement)
+            seconds += exchange_seconds(call, found.placement)
     return Total(wire, seconds)
 
 

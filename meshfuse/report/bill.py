@@ -9,7 +9,8 @@ from ..compiler import CompiledProgram
 from ..default_machine import default_machine, name_of
 from ..html_text import html_lines, html_table
 from ..number_text import duration, micro, number
-from ..resharding import Reshard
+from ..placement.exchanges import exchange_seconds, exchange_wire
+from ..resharding import Compute, Reshard
 from .alternatives import Alternative, Alternatives, Total, wire_bytes
 from .causes import Cause, Causes, annotated_where
 
@@ -151,7 +152,10 @@ def bill_of(compiled: CompiledProgram, alternatives: bool = False) -> Bill:
     compilations.
     """
     causes, others = Causes(compiled), Alternatives(compiled) if alternatives else None
-    entries = tuple([_entry(compiled, causes, others, reshard) for reshard in compiled.resharded.collectives])
+    entries = tuple([
+        _entry(compiled, causes, others, found) if isinstance(found, Reshard) else _exchange(compiled, found)
+        for found in compiled.resharded.sends
+    ])  # fmt: skip
     return Bill(entries, compiled.planned.seconds, compiled.planned.gap, _machine(compiled))
 
 
@@ -170,6 +174,18 @@ def _entry(compiled: CompiledProgram, causes: Causes, others: Alternatives | Non
         compiled.resharded.seconds(reshard), str(step.src), str(step.dst), _op(compiled, cause),
         _annotations_of(causes, cause.held), _annotations_of(causes, cause.needed),
         _instead(causes, other) if other is not None else None,
+    )  # fmt: skip
+
+
+def _exchange(compiled: CompiledProgram, compute: Compute) -> BillEntry:
+    """The entry of an op for which ranks send each other rows; with the bytes if every expert gets as many."""
+    graph, placement, node = compiled.graph, compute.placement, compiled.graph.nodes[compute.node]
+    made, axes = graph.tensors[node.outputs[0]].label, ", ".join(map(str, placement.exchange))
+    ends = str(placement.operands[0]), str(placement.results[0])
+    return BillEntry(
+        "exchange", axes, made, exchange_wire(node.call, placement), f"rows of {node.name}", str(node.line),
+        f"exchange over {axes} {ends[0]} -> {ends[1]}", exchange_seconds(node.call, placement), *ends,
+        f"{made} = {node.name}", (), (),
     )  # fmt: skip
 
 

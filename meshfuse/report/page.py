@@ -19,8 +19,9 @@ from ..graph import Node
 from ..number_text import micro, number
 from ..resharding import Compute
 from ..sharding import layout as lay
+from ..sharding.layout import Split
 from ..sharding.value import Sharding
-from .bill import Bill, bill_of
+from .bill import Bill, BillEntry, bill_of
 from .causes import quoted
 from .explain import Explainer
 from .page_timeline import Lane, lanes
@@ -140,20 +141,35 @@ def _shard(sharding: Sharding) -> dict[str, Any]:
 def _collectives(compiled: CompiledProgram, bill: Bill, places: dict[int, int], end: int) -> list[dict[str, Any]]:
     values, out = compiled.resharded.values, []
     readers = _readers(compiled)
-    for statement, entry in zip(compiled.resharded.collectives, bill.entries, strict=True):
+    for statement, entry in zip(compiled.resharded.sends, bill.entries, strict=True):
+        if isinstance(statement, Compute):
+            out.append(_exchanged(compiled, statement, entry, places))
+            continue
         tensor = values[statement.source].tensor
         node = statement.node if statement.node is not None else readers.get(statement.target)
         made = places[compiled.graph.nodes[node].outputs[0]] if node is not None else end
         target = places[tensor] if statement.why == "its annotation" else made
-        known = {
-            "kind": entry.collective, "axes": entry.axes, "wire": entry.wire, "seconds": entry.seconds,
-            "tensor": entry.tensor, "why": entry.why, "line": quoted(statement.line), "move": entry.move,
-            "held": entry.held_by, "needed": entry.needed_by, "from": places[tensor], "to": target,
-            "axis": statement.step.axes[0].axis if statement.step.axes else None,
-            "instead": str(entry.instead) if entry.instead else None,
-        }  # fmt: skip
-        out.append(known)
+        ends = places[tensor], target
+        out.append(_known(entry, quoted(statement.line), ends, statement.step.axes))
     return out
+
+
+def _exchanged(
+    compiled: CompiledProgram, compute: Compute, entry: BillEntry, places: dict[int, int]
+) -> dict[str, Any]:  # fmt: skip
+    node = compiled.graph.nodes[compute.node]
+    ends = places[node.inputs[0]], places[node.outputs[0]]
+    return _known(entry, quoted(node.line), ends, compute.placement.exchange)
+
+
+def _known(entry: BillEntry, line: str, ends: tuple[int, int], axes: Sequence[Split]) -> dict[str, Any]:
+    """What the page knows of a collective, which goes from one tensor to another."""
+    return {
+        "kind": entry.collective, "axes": entry.axes, "wire": entry.wire, "seconds": entry.seconds,
+        "tensor": entry.tensor, "why": entry.why, "line": line, "move": entry.move,
+        "held": entry.held_by, "needed": entry.needed_by, "from": ends[0], "to": ends[1],
+        "axis": axes[0].axis if axes else None, "instead": str(entry.instead) if entry.instead else None,
+    }  # fmt: skip
 
 
 def _readers(compiled: CompiledProgram) -> dict[int, int]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ..kernels.experts import ROWS
 from ..kernels.indices import global_index
 from .layout import Runs, digits
 from .value import Sharding
@@ -24,6 +25,9 @@ def take_runs(tensor: torch.Tensor, dim: int, part: Runs) -> torch.Tensor:
 
 def shard(tensor: torch.Tensor, sharding: Sharding, rank: int) -> torch.Tensor:
     """The rank's shard of a global tensor, contiguous; of the terms of a sum the first is the sum, others are 0."""
+    rows = getattr(tensor, ROWS, None)
+    if rows is not None:
+        return rows[rank]
     out = tensor if not any(digits(sharding.partial, sharding.mesh, rank)) else torch.zeros_like(tensor)
     for dim, part in enumerate(sharding.runs(tensor.shape, rank)):
         out = take_runs(out, dim, part)
@@ -32,6 +36,8 @@ def shard(tensor: torch.Tensor, sharding: Sharding, rank: int) -> torch.Tensor:
 
 def unshard(shards: Mapping[int, torch.Tensor], sharding: Sharding, shape: Sequence[int]) -> torch.Tensor:
     """The global tensor of shape `shape` from every rank's shard (one replica of each suffices)."""
+    if hasattr(next(iter(shards.values())), ROWS):
+        return stand_in(shards, shape)
     if sharding.partial:
         terms: dict[tuple[int, ...], dict[int, torch.Tensor]] = {}
         for rank, local in shards.items():
@@ -46,6 +52,13 @@ def unshard(shards: Mapping[int, torch.Tensor], sharding: Sharding, shape: Seque
         if coordinates not in done:
             done.add(coordinates)
             _put(out, local, sharding.runs(shape, rank))
+    return out
+
+
+def stand_in(shards: Mapping[int, torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+    """What stands for a ragged tensor of all simulated ranks: it carries what stands for each one's rows."""
+    out = next(iter(shards.values())).new_zeros(()).expand(tuple(shape))
+    setattr(out, ROWS, dict(shards))
     return out
 
 
