@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field, replace
 
-from .errors import SourceLine
+from .errors import SourceLine, user_error
 from .fast_dataclass import quickly_made
 from .graph import Graph, Node
 from .mesh import DeviceMesh
@@ -303,6 +303,12 @@ class _Inserter:
         return min(((v, p) for v, p in plans if p is not None), key=lambda entry: entry[1].seconds)
 
     def _move(self, value: Value, found: ReshardPlan, why: str, line: SourceLine) -> int:
+        made = self.sharded.graph.tensors[value.tensor]
+        if made.type.rows:
+            raise user_error(
+                f"{made.label}: rows of experts are to move from {value.sharding} ({why})", "", "rows that stay",
+                "Annotate tokens and the experts' weights alone, or all rows alike.", line,
+            )  # fmt: skip
         for step in found.steps:
             existing = next((v for v in self.by_tensor[value.tensor] if v.sharding == step.dst), None)
             if existing is None:

@@ -62,6 +62,7 @@ class JointWriter:
         self.parts = parts_of(graph, self.cut, self._read, setting.is_split) if self.cut.backward else []
         self.held = [node for part in self.parts for node in part.given]
         self.left = NO_TERMS
+        self._rows: dict[Node, int] = {}
         self._specs = {source.place: self._result_spec(node, source.place) for node, source in self._results()}
 
     def _result_spec(self, node: Node, place: int) -> Spec | None:
@@ -122,6 +123,7 @@ class JointWriter:
         made.write(self.cut.again)
         made.write(self.cut.backward)
         kept |= {node: made.values[node] for node in self.held}
+        self._rows = {node: view.type.rows for node, view in kept.items()}
         for part in self.parts:
             self._finish_backward(made, part)
         return made, kept
@@ -189,7 +191,7 @@ class JointWriter:
 
     def _take_as(self, made: Translator, node: Node, sharding: Sharding, kind: str) -> None:
         """Define an input that another half hands over, as it lies."""
-        view = made.input(node, self.setting.named(f"{kind}.{node.name}"))
+        view = made.input(node, self.setting.named(f"{kind}.{node.name}"), rows=self._rows.get(node, 0))
         annotating.shard(made.fd.recording, view.id, sharding, None, self.setting.line)
 
     # parts of definitions
@@ -243,7 +245,7 @@ class JointWriter:
         mesh, batch = self.setting.mesh, self.setting.batch[1] if self.setting.batch is not None else ()
         data = {batch} if isinstance(batch, str) else set(batch or ())
         others = [axis for axis in mesh.names if axis not in data and mesh.axis_size(axis) > 1]
-        return self.setting.plan.sharding is not None and not others
+        return self.setting.plan.sharding is not None and not others and not self.setting.plan.experts
 
     def _with_gathered(self, found: Cut) -> Cut:
         """The forward also saves the parameters that it has gathered, where they stay so for the backward."""

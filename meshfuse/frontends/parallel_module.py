@@ -25,6 +25,7 @@ from .accumulating import SYNCED, Sync, terms_held
 from .autograd import Runner
 from .calls import Arguments, Call, read_call
 from .capture import Captured, captured
+from .experts import checked_experts, exchanging
 from .fsdp import FSDP
 from .hugging_face import with_static_cache
 from .joint import planned
@@ -55,7 +56,7 @@ def parallelize(
     fsdp: Any = None, dynamic: Mapping[str, Sequence[int]] | None = None, precision: Precision | None = None,
     backend: str | None = None, max_memory: float | None = None, fallback: str | None = None,
     pipeline: Pipeline | None = None, loss: Callable[[Any, Any], torch.Tensor] | None = None,
-    checkpoint: str | Sequence[str] | None = None,
+    checkpoint: str | Sequence[str] | None = None, experts: Any = None,
 ) -> Any:  # fmt: skip
     """Have a module's forward and backward run as programs over a mesh; returns the module itself.
 
@@ -78,6 +79,7 @@ def parallelize(
     pipeline: stages over an axis of the mesh, and micro-batches (`mf.Pipeline`): the model then runs by `step`. On
         ranks that a launcher started, parameters that other stages have are None.
     checkpoint: patterns of modules whose activations are computed again in the backward: of each its result is kept.
+    experts: axes that the experts of each layer are cut over (`mf.Experts`): rows of tokens then go to them and back.
     loss: for `step`: a function of the model's result and a target; None where the model returns a loss itself.
 
     Raises DefinitionError for a plan, mesh or names that do not fit the module, ArgumentError for a mesh of other ranks
@@ -99,7 +101,7 @@ def parallelize(
         requested(backend, line)
         again = recomputed_modules(module, checkpoint, line)
         options = Options(specs, sizes, precision, backend, max_memory, fallback == "replicate", again)
-        where = module_plan(module, found, plan, fsdp, specs, line)
+        where = module_plan(module, found, plan, fsdp, specs, line, checked_experts(experts, found, line))
         device = _device(module, mesh)
         check_same_weights(module, World.current().all_ranks, "every rank")
         elsewhere = take_out(module, stages.held_here())
@@ -434,12 +436,14 @@ def _entry(module: nn.Module, call: Call, leaves: list[Any]) -> tuple[nn.Module,
 
 @contextmanager
 def as_plain(module: Any) -> Iterator[None]:
-    """In this context the module, and all in it, have their own classes and forwards."""
+    """In this context the module, and all in it, have their own classes and forwards, but for experts on ranks."""
+    state: State = getattr(module, STATE)
     found = [(part, type(part)) for part in module.modules() if isinstance(part, ParallelModule)]
     for part, parallel in found:
         part.__class__ = parallel._plain  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        yield
+        with exchanging(module, state.plan.experts):
+            yield
     finally:
         for part, parallel in found:
             part.__class__ = parallel

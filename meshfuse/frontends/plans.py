@@ -17,6 +17,7 @@ from ..definition.annotation import layouts_of_spec
 from ..errors import MeshfuseError, SourceLine, shown, user_error
 from ..mesh import DeviceMesh
 from ..sharding.layout import Split
+from .experts import Experts, expert_modules, expert_specs
 from .fsdp import FSDP, units_of, without_axes
 from .patterns import matching, nearest
 from .plan_value import Plan, Spec, axes_in
@@ -54,6 +55,7 @@ class ModulePlan:
     units: by parameter the unit with which it is gathered.
     tensor_axis: the axis of tensor parallelism; None where no style names one.
     is_free: whether parameters may be moved along all axes, as an automatic plan has found.
+    experts: the modules whose experts are cut over ranks, to which rows of tokens go.
     """
 
     mesh: DeviceMesh
@@ -63,6 +65,7 @@ class ModulePlan:
     tensor_axis: str | None = None
     units: Mapping[str, str] = field(default_factory=dict)
     is_free: bool = False
+    experts: tuple[str, ...] = ()
 
     @property
     def fsdp(self) -> tuple[str, ...]:
@@ -88,8 +91,9 @@ class ModulePlan:
 
 
 def module_plan(
-    module: nn.Module, mesh: DeviceMesh, plan: Any, fsdp: Any, inputs: Mapping[str, Any], line: SourceLine
-) -> ModulePlan:
+    module: nn.Module, mesh: DeviceMesh, plan: Any, fsdp: Any, inputs: Mapping[str, Any], line: SourceLine,
+    experts: Experts | None = None,
+) -> ModulePlan:  # fmt: skip
     """What a plan means for a module.
 
     Raises DefinitionError for plans and styles that do not exist, patterns that match nothing, and specs that do not
@@ -103,12 +107,15 @@ def module_plan(
     reader = _Reader(module, mesh, cut_over, inputs, line)
     for pattern, value in entries.items():
         reader.read(pattern, value, strict=not isinstance(plan, str))
+    exchanged = expert_modules(module, experts, line) if experts is not None else []
+    if experts is not None:
+        reader.specs |= expert_specs(module, exchanged, experts, reader.specs)
     sizes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     found = {name: _with_fsdp(reader.specs.get(name), shape, mesh, cut_over) for name, shape in sizes.items()}
     for name, spec in found.items():
         layouts_of_spec(name, mesh, spec, len(sizes[name]), line)
     units = units_of(module, sharding) if sharding is not None else {}
-    return ModulePlan(mesh, found, reader.outputs, sharding, reader.tensor_axis, units, is_free)
+    return ModulePlan(mesh, found, reader.outputs, sharding, reader.tensor_axis, units, is_free, tuple(exchanged))
 
 
 def _sharding(mesh: DeviceMesh, fsdp: Any, line: SourceLine) -> FSDP | None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from ..definition import applying, inputs
+from ..definition import applying
 from ..definition.tensor_view import TensorView
+from ..dtypes import DataType
 from ..errors import SourceLine
 from ..fusion_definition import FusionDefinition
 from ..ops.opdef import OpDef
+from ..ops.values import TensorType
 
 
 class TracedDefinition(FusionDefinition):
@@ -41,10 +43,11 @@ class TracedDefinition(FusionDefinition):
         """Forget the groups that its programs were bound to; the next run binds them to those of its thread's world."""
         self._execution.leave_ranks()
 
-    def new_input(self, shape: Sequence[int], dtype: Any, line: SourceLine) -> TensorView:
-        """A new input tensor of this line, which may have a name."""
-        ref = inputs.define_tensor(self.recording, list(shape), None, dtype, None, None, False, line)
-        return TensorView(self, ref)
+    def new_input(self, shape: Sequence[int], dtype: DataType, line: SourceLine, rows: int = 0) -> TensorView:
+        """A new input tensor of this line, which may have a name; ragged, with so many rows of experts, if there are
+        any."""
+        made = self.recording.new_input(TensorType(tuple(shape), dtype, rows), line, None)
+        return TensorView(self, made)
 
     def _apply(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], line: SourceLine) -> Any:
         return applying.apply(self, op, args, kwargs, self.at)

@@ -37,11 +37,14 @@ class Translator:
     replicate: bool = False
     sharded: set[torch.fx.Node] = field(default_factory=set)
 
-    def input(self, node: torch.fx.Node, line: SourceLine, dtype: Any = None) -> TensorView:
-        """Make a node an input of the definition, as it is (or of another type); the line has its name."""
+    def input(self, node: torch.fx.Node, line: SourceLine, dtype: Any = None, rows: int = 0) -> TensorView:
+        """Make a node an input of the definition, as it is (or of another type); the line has its name.
+
+        rows: how many rows of experts it has, if it has some.
+        """
         value = node.meta["val"]
         shape = self.sizes.shape(value)
-        made = self.fd.new_input(shape, from_torch(dtype or value.dtype), line)
+        made = self.fd.new_input(shape, from_torch(dtype or value.dtype), line, rows)
         self.values[node] = made
         return made
 

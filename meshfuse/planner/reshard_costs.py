@@ -34,6 +34,8 @@ _NOWHERE, _PARTIAL = -1, -2
 _MOST_ABOVE = 1 << 40
 
 
+# Seconds that nothing else takes: what has no way at all is left out wherever that can be.
+_NEVER = 100.0
 Atoms = tuple[Split, ...]
 
 
@@ -108,7 +110,8 @@ def reshard_costs(
     costs = np.empty((len(sources), len(targets)))
     quality = np.full(costs.shape, GOOD)
     if ttype.rows:  # Nothing but an op that knows them moves rows of experts.
-        return np.array([[0.0 if s is t else np.inf for t in targets] for s in sources]).reshape(costs.shape), quality
+        costs[:] = [[0.0 if s is t else _NEVER for t in targets] for s in sources]
+        return costs, quality
     for mesh, rows in _by_mesh(sources).items():
         for other, columns in _by_mesh(targets).items():
             sides, at = ([sources[n] for n in rows], [targets[n] for n in columns]), np.ix_(rows, columns)
@@ -167,7 +170,7 @@ def exact_seconds(source: Sharding, target: Sharding, ttype: TensorType) -> floa
     if source is target:
         return 0.0
     if ttype.rows:
-        return math.inf
+        return _NEVER
     path = plan(source, target, ttype.shape, ttype.dtype.itemsize)
     return math.inf if path is None else path.seconds
 

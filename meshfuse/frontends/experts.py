@@ -1,0 +1,274 @@
+"""Expert parallelism: the experts of a model lie over an axis, and rows of tokens go to them and back.
+
+Models of transformers say where their experts are computed by an interface of theirs. While a model is captured, this
+one is chosen there; it is written in the ops of this file, which stand for `fd.ops.moe_dispatch` and the others
+(`ops/experts.py`) and are never run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import MeshfuseError, SourceLine, caller_line, shown, user_error
+from ..mesh import DeviceMesh
+from .patterns import matching, nearest
+from .plan_value import Spec
+
+_NAME = "meshfuse"
+_MARK = "_meshfuse_exchanges"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Experts:
+    """How experts lie over ranks: `experts=mf.Experts("ep")`.
+
+    axes: the axis, or axes, that the experts of each layer are cut over. Tokens are usually cut over them, too.
+    modules: patterns of the modules that have experts, or of modules right above these; None for all there are.
+
+    Any number of experts goes over any number of ranks, and no row is dropped. Raises DefinitionError for what is none
+    of these.
+    """
+
+    axes: tuple[str, ...]
+    modules: tuple[str, ...] | None
+
+    def __init__(
+        self, axes: str | Sequence[str], modules: str | Sequence[str] | None = None, capacity: float | None = None
+    ) -> None:
+        line = caller_line()
+        given = (axes,) if isinstance(axes, str) else axes
+        if not isinstance(given, (list, tuple)) or not given or not all(isinstance(axis, str) for axis in given):
+            raise user_error("Experts: axes", shown(axes), "the name of an axis, or of several", "", line)
+        if capacity is not None:
+            raise user_error("Experts: capacity", shown(capacity), "None: no row is dropped, and no buffer padded",
+                             "Leave it out.", line)  # fmt: skip
+        patterns = (modules,) if isinstance(modules, str) else None if modules is None else tuple(modules)
+        object.__setattr__(self, "axes", tuple(given))
+        object.__setattr__(self, "modules", patterns)
+
+
+def checked_experts(experts: Any, mesh: DeviceMesh, line: SourceLine) -> Experts | None:
+    """What a user passed as `experts=`: an Experts, or its axis. Raises DefinitionError for anything else."""
+    if experts is None:
+        return None
+    made = Experts(experts) if isinstance(experts, str) else experts
+    if not isinstance(made, Experts):
+        raise user_error("parallelize: experts", shown(experts), "an mf.Experts, or the name of an axis",
+                         'Pass mf.Experts("ep").', line)  # fmt: skip
+    wrong = [axis for axis in made.axes if axis not in mesh.names]
+    if wrong:
+        raise user_error("parallelize: experts: unknown mesh axis", repr(wrong[0]), f"one of {list(mesh.names)}",
+                         "Use an axis of the mesh.", line)  # fmt: skip
+    return made
+
+
+def expert_modules(module: nn.Module, experts: Experts, line: SourceLine) -> list[str]:
+    """The full names of the modules with experts. Raises DefinitionError where there are none, or ones not known."""
+    every = {name: part for name, part in module.named_modules() if _has_experts(part)}
+    found = [name for name in every if experts.modules is None or _is_named(name, experts.modules)]
+    for pattern in experts.modules or ():
+        if not any(_is_named(name, [pattern]) for name in every):
+            near = nearest(pattern, [*every])
+            raise user_error(f"Experts: {pattern!r} matches no module with experts",
+                             f"near to it {near}" if near else "", f"such as {[*every][:3]}", "Correct the pattern.",
+                             line)  # fmt: skip
+    if not found:
+        raise user_error(
+            f"Experts: {type(module).__name__} has none", "no module of transformers with stacked experts",
+            "a model such as Mixtral, Qwen3-MoE or DeepSeek-V3",
+            "In a function or definition of your own, write them with fd.ops.moe_dispatch.", line,
+        )  # fmt: skip
+    for name in found:
+        _check_known(name, every[name], line)
+    return found
+
+
+def _has_experts(part: nn.Module) -> bool:
+    weights = [getattr(part, name, None) for name in ("gate_up_proj", "up_proj", "down_proj")]
+    return hasattr(part, "is_transposed") and any(isinstance(w, nn.Parameter) and w.ndim == 3 for w in weights)
+
+
+def _is_named(name: str, patterns: Sequence[str]) -> bool:
+    """Whether patterns fit a module or the one right above it."""
+    return any(matching(pattern, [name, name.rpartition(".")[0]]) for pattern in patterns)
+
+
+def _check_known(name: str, part: Any, line: SourceLine) -> None:
+    own_gate = part.has_gate and type(part)._apply_gate is not _default_gate()
+    for is_there, what in (
+        (part.has_bias, "biases"), (part.has_post_expert_norm, "a norm of each expert's result"),
+        (own_gate, "a gate of its own"),
+    ):  # fmt: skip
+        if is_there:
+            raise user_error(f"Experts: {name} ({type(part).__name__}) has {what}", "",
+                             "experts of two or three matrices, with an activation between them",
+                             "Leave experts= out: its products are then cut by their plan.", line)  # fmt: skip
+
+
+def _default_gate() -> Any:
+    return sys.modules["transformers.integrations.moe"]._default_apply_gate
+
+
+def expert_specs(
+    module: nn.Module, names: Sequence[str], experts: Experts, specs: Mapping[str, Spec]
+) -> dict[str, Spec]:
+    """Where the weights of experts lie: over the axes by experts, and otherwise as a plan says."""
+    found: dict[str, Spec] = {}
+    entry = experts.axes[0] if len(experts.axes) == 1 else list(experts.axes)
+    for name in names:
+        for own, weight in module.get_submodule(name).named_parameters(recurse=False):
+            full = f"{name}.{own}"
+            found[full] = (entry, *specs.get(full, (None,) * weight.ndim)[1:])
+    return found
+
+
+# while a model is captured
+
+
+@contextmanager
+def exchanging(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """In this context these modules send rows to experts, whatever transformers would do."""
+    parts: list[Any] = [module.get_submodule(name) for name in names]
+    configs = {id(part.config): part.config for part in parts}.values()
+    before = [(config, config._experts_implementation) for config in configs]
+    if parts:
+        sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
+    try:
+        for part in parts:
+            setattr(part, _MARK, True)
+        for config in configs:
+            config._experts_implementation = _NAME
+        yield
+    finally:
+        for part in parts:
+            delattr(part, _MARK)
+        for config, implementation in before:
+            config._experts_implementation = implementation
+
+
+def _forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+    """The result of one layer's experts for rows of hidden states."""
+    if not hasattr(self, _MARK):  # one that the user's patterns leave out
+        moe: Any = sys.modules["transformers.integrations.moe"]
+        return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    weight = self.down_proj
+    rows, expert, block = dispatch(hidden_states.to(weight.dtype), top_k_index, self.num_experts)
+    if self.has_gate:
+        gate, up = (linear(rows, expert, half, not self.is_transposed) for half in _halves(self))
+        inner = self.act_fn(gate) * up
+    else:
+        inner = self.act_fn(linear(rows, expert, self.up_proj, not self.is_transposed))
+    back = collect(linear(inner, expert, weight, not self.is_transposed), block, top_k_index)
+    return (back * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+
+def _halves(part: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The matrices of the gate and of what it lets through, which lie one behind the other, or by turns."""
+    both, dim = part.gate_up_proj, 2 if part.is_transposed else 1
+    if part.is_concatenated:
+        gate, up = both.chunk(2, dim)
+        return gate, up
+    pairs = both.unflatten(dim, (-1, 2))
+    return pairs.select(dim + 1, 0), pairs.select(dim + 1, 1)
+
+
+# the ops of a captured graph; their shapes are those of ragged tensors in definitions
+
+
+def _never_run() -> MeshfuseError:
+    raise AssertionError("experts of a captured graph are translated, not run")
+
+
+@torch.library.custom_op("meshfuse::moe_dispatch", mutates_args=())
+def dispatch(x: torch.Tensor, experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(rows, expert, block) of tokens at their experts."""
+    raise _never_run()
+
+
+@dispatch.register_fake
+def _(x: Any, experts: Any, count: int) -> Any:
+    places = [experts.new_empty((count, x.shape[0]), dtype=torch.int64) for _ in range(2)]
+    return x.new_empty((count, x.shape[0], x.shape[-1])), *places
+
+
+@torch.library.custom_op("meshfuse::moe_collect", mutates_args=())
+def collect(rows: torch.Tensor, block: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """Rows of experts back at their tokens."""
+    raise _never_run()
+
+
+@collect.register_fake
+def _(rows: Any, block: Any, experts: Any) -> Any:
+    return rows.new_empty((*experts.shape, rows.shape[-1]))
+
+
+@torch.library.custom_op("meshfuse::moe_linear", mutates_args=())
+def linear(rows: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """Rows times the matrices of their experts."""
+    raise _never_run()
+
+
+@linear.register_fake
+def _(rows: Any, expert: Any, weight: Any, transposed: bool) -> Any:
+    return rows.new_empty((*rows.shape[:2], weight.shape[1 if transposed else 2]))
+
+
+@torch.library.custom_op("meshfuse::moe_weight_gradient", mutates_args=())
+def weight_gradient(left: torch.Tensor, right: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+    """For each expert the product of its rows of both."""
+    raise _never_run()
+
+
+@weight_gradient.register_fake
+def _(left: Any, right: Any, expert: Any) -> Any:
+    return left.new_empty((left.shape[0], left.shape[2], right.shape[2]))
+
+
+def _dispatch_saved(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    x, experts, _ = inputs
+    ctx.save_for_backward(experts, output[2])
+    ctx.is_flat = x.ndim == 2
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _dispatch_backward(ctx: Any, grad: Any, *_: Any) -> Any:
+    experts, block = ctx.saved_tensors
+    back = collect(grad.contiguous(), block, experts)
+    return back.sum(1) if ctx.is_flat else back, None, None
+
+
+def _collect_saved(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    rows, _, experts = inputs
+    ctx.save_for_backward(experts)
+    ctx.count = rows.shape[0]
+
+
+def _collect_backward(ctx: Any, grad: Any) -> Any:
+    (experts,) = ctx.saved_tensors
+    return dispatch(grad.contiguous(), experts, ctx.count)[0], None, None
+
+
+def _linear_saved(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, ctx.transposed = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _linear_backward(ctx: Any, grad: Any) -> Any:
+    rows, expert, weight = ctx.saved_tensors
+    grad = grad.contiguous()
+    both = (grad, rows) if ctx.transposed else (rows, grad)
+    by_rows = linear(grad, expert, weight, not ctx.transposed) if ctx.needs_input_grad[0] else None
+    by_weight = weight_gradient(*both, expert) if ctx.needs_input_grad[2] else None
+    return by_rows, None, by_weight, None
+
+
+dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_saved)
+collect.register_autograd(_collect_backward, setup_context=_collect_saved)
+linear.register_autograd(_linear_backward, setup_context=_linear_saved)
