@@ -159,13 +159,13 @@ def _forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any
         moe: Any = sys.modules["transformers.integrations.moe"]
         return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     weight = self.down_proj
-    rows, expert, block = dispatch(hidden_states.to(weight.dtype), top_k_index, self.num_experts)
+    rows, expert = dispatch(hidden_states.to(weight.dtype), top_k_index, self.num_experts)
     if self.has_gate:
         gate, up = (linear(rows, expert, half, not self.is_transposed) for half in _halves(self))
         inner = self.act_fn(gate) * up
     else:
         inner = self.act_fn(linear(rows, expert, self.up_proj, not self.is_transposed))
-    back = collect(linear(inner, expert, weight, not self.is_transposed), block, top_k_index)
+    back = collect(linear(inner, expert, weight, not self.is_transposed), top_k_index)
     return (back * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
 
 
@@ -187,25 +187,25 @@ def _never_run() -> MeshfuseError:
 
 
 @torch.library.custom_op("meshfuse::moe_dispatch", mutates_args=())
-def dispatch(x: torch.Tensor, experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(rows, expert, block) of tokens at their experts."""
+def dispatch(x: torch.Tensor, experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, expert) of tokens at their experts."""
     raise _never_run()
 
 
 @dispatch.register_fake
 def _(x: Any, experts: Any, count: int) -> Any:
-    places = [experts.new_empty((count, x.shape[0]), dtype=torch.int64) for _ in range(2)]
-    return x.new_empty((count, x.shape[0], x.shape[-1])), *places
+    places = experts.new_empty((count, x.shape[0]), dtype=torch.int64)
+    return x.new_empty((count, x.shape[0], x.shape[-1])), places
 
 
 @torch.library.custom_op("meshfuse::moe_collect", mutates_args=())
-def collect(rows: torch.Tensor, block: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+def collect(rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     """Rows of experts back at their tokens."""
     raise _never_run()
 
 
 @collect.register_fake
-def _(rows: Any, block: Any, experts: Any) -> Any:
+def _(rows: Any, experts: Any) -> Any:
     return rows.new_empty((*experts.shape, rows.shape[-1]))
 
 
@@ -233,26 +233,26 @@ def _(left: Any, right: Any, expert: Any) -> Any:
 
 def _dispatch_saved(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     x, experts, _ = inputs
-    ctx.save_for_backward(experts, output[2])
+    ctx.save_for_backward(experts)
     ctx.is_flat = x.ndim == 2
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _dispatch_backward(ctx: Any, grad: Any, *_: Any) -> Any:
-    experts, block = ctx.saved_tensors
-    back = collect(grad.contiguous(), block, experts)
+    (experts,) = ctx.saved_tensors
+    back = collect(grad.contiguous(), experts)
     return back.sum(1) if ctx.is_flat else back, None, None
 
 
 def _collect_saved(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    rows, _, experts = inputs
+    rows, experts = inputs
     ctx.save_for_backward(experts)
     ctx.count = rows.shape[0]
 
 
 def _collect_backward(ctx: Any, grad: Any) -> Any:
     (experts,) = ctx.saved_tensors
-    return dispatch(grad.contiguous(), experts, ctx.count)[0], None, None
+    return dispatch(grad.contiguous(), experts, ctx.count)[0], None
 
 
 def _linear_saved(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from ..sharding.layout import Runs
 from .indices import checked
 from .table import kernel
 
@@ -29,21 +30,22 @@ def stand_in(rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 @kernel
 def moe_dispatch(
     x: torch.Tensor, experts: torch.Tensor, mine: Sequence[int], count: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(rows, the place of each one's expert in `mine`, zeros) of tokens whose experts are all, or in part, here.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, the place of each one's expert in `mine`) of tokens that are all here, as their experts are, or some.
 
-    x: [tokens, ...], or [tokens, slots, ...] with a row for every pair. experts: [tokens, slots]. count: of all experts.
+    x: [tokens, width], or [tokens, slots, width] with a row for every pair. experts: [tokens, slots]. count: of all
+    experts.
     """
     pairs, place = _sorted_pairs(experts, mine, count)
-    return _rows(x, experts, pairs)[None], place[None], torch.zeros_like(place)[None]
+    return _rows(x, experts.shape[1], pairs)[None], place[None]
 
 
 @kernel
-def moe_collect(
-    rows: torch.Tensor, experts: torch.Tensor, mine: Sequence[int], count: int
-) -> torch.Tensor:
-    """[tokens, slots, ...]: the rows of experts that are here back at their pairs; zeros for the other pairs."""
-    return _at_pairs(rows[0], experts, mine, count)
+def moe_collect(rows: torch.Tensor, experts: torch.Tensor, mine: Sequence[int], count: int) -> torch.Tensor:
+    """[tokens, slots, width]: the rows of experts that are here back at their pairs; zeros for the other pairs."""
+    out = rows.new_zeros((*experts.shape, rows.shape[-1]))
+    out.view(-1, rows.shape[-1])[_sorted_pairs(experts, mine, count)[0]] = rows[0]
+    return out
 
 
 @kernel
@@ -66,70 +68,85 @@ def moe_weight_gradient(left: torch.Tensor, right: torch.Tensor, expert: torch.T
     return out
 
 
-# between ranks: `order` are the experts of all ranks of a group, rank by rank; `sizes` how many each of them has
+# between ranks. All of a group know where all pairs of its tokens go, so how many rows each rank gets from each is known
+# before they travel. They arrive by the rank of their token, and lie by expert and token as if all had been here.
 
 
 @kernel
-def moe_route(
-    x: torch.Tensor, experts: torch.Tensor, order: Sequence[int], count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the rows to send, in the order of the experts; how many for each expert)."""
-    pairs, place = _sorted_pairs(experts, order, count)
-    return _rows(x, experts, pairs), torch.bincount(place, minlength=len(order))
+def moe_send(
+    x: torch.Tensor, experts: torch.Tensor, tokens: Sequence[Runs], members: Sequence[Sequence[int]], me: int,
+    count: int,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """(rows to send, a tensor for those that arrive, elements to and from each rank, the order of those that arrive,
+    the places of their experts).
+
+    x: of this rank's tokens. experts: [tokens of the group, slots]. tokens: by rank of the group the runs of its tokens
+    among those. members: by rank its experts.
+    """
+    pairs, place, owner = _arriving(experts, tokens, members[me], count)
+    leaving, home = _leaving(experts, tokens[me], members, count)
+    sent = _rows(x, experts.shape[1], leaving)
+    room = sent.new_empty((len(pairs), *sent.shape[1:]))
+    sizes = [torch.bincount(at, minlength=len(members)) * x.shape[-1] for at in (home, owner)]
+    return sent, room, *sizes, owner.argsort(stable=True), place
 
 
 @kernel
-def moe_room(
-    sent: torch.Tensor, counts: torch.Tensor, arriving: torch.Tensor, sizes: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(a tensor for the rows that arrive, elements to each rank, elements from each rank)."""
-    came = arriving.view(len(sizes), -1).sum(1)
-    went = torch.stack([part.sum() for part in counts.split(list(sizes))])
-    return sent.new_empty((int(came.sum()), *sent.shape[1:])), *_elements(sent, went, came)
-
-
-@kernel
-def moe_arrive(
-    rows: torch.Tensor, arriving: torch.Tensor, ranks: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(rows, expert, block): what came from each rank, by expert, now by expert alone; `block` says from which rank."""
-    mine = arriving.numel() // ranks
-    places = torch.arange(mine, device=rows.device).repeat(ranks)
-    blocks = torch.arange(ranks, device=rows.device).repeat_interleave(mine)
-    expert, block = (x.repeat_interleave(arriving) for x in (places, blocks))
-    expert, by_expert = expert.sort(stable=True)
-    return rows[by_expert][None], expert[None], block[by_expert][None]
+def moe_arrive(rows: torch.Tensor, order: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows by expert and token, the places of their experts) of rows as they arrive."""
+    out = torch.empty_like(rows)
+    out[order] = rows
+    return out[None], place[None]
 
 
 @kernel
 def moe_return(
-    rows: torch.Tensor, block: torch.Tensor, experts: torch.Tensor, order: Sequence[int], sizes: Sequence[int],
+    rows: torch.Tensor, experts: torch.Tensor, tokens: Sequence[Runs], members: Sequence[Sequence[int]], me: int,
     count: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(the rows to send back, a tensor for those of this rank's tokens, elements to and from each rank)."""
-    send = rows[0][block[0].argsort(stable=True)]
-    _, place = _sorted_pairs(experts, order, count)
-    counts = torch.bincount(place, minlength=len(order))
-    came = torch.stack([part.sum() for part in counts.split(list(sizes))])
-    went = torch.bincount(block[0], minlength=len(sizes))
-    return send, send.new_empty((len(place), *send.shape[1:])), *_elements(send, went, came)
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """(rows to send back to the ranks of their tokens, a tensor for those of this rank's tokens, elements to and from
+    each rank, the pairs of these)."""
+    _, _, owner = _arriving(experts, tokens, members[me], count)
+    leaving, home = _leaving(experts, tokens[me], members, count)
+    sent = rows[0][owner.argsort(stable=True)]
+    room = sent.new_empty((len(leaving), *sent.shape[1:]))
+    sizes = [torch.bincount(at, minlength=len(members)) * rows.shape[-1] for at in (owner, home)]
+    return sent, room, *sizes, leaving
 
 
 @kernel
-def moe_returned(rows: torch.Tensor, experts: torch.Tensor, order: Sequence[int], count: int) -> torch.Tensor:
-    """[tokens, slots, ...]: rows that came back in the order of the experts, at their pairs."""
-    return _at_pairs(rows, experts, order, count)
+def moe_returned(rows: torch.Tensor, pairs: torch.Tensor, tokens: int, slots: int) -> torch.Tensor:
+    """[tokens, slots, width]: rows that came back, at their pairs."""
+    out = rows.new_zeros((tokens * slots, *rows.shape[1:]))
+    out[pairs] = rows
+    return out.view(tokens, slots, *rows.shape[1:])
 
 
-def _elements(like: torch.Tensor, *rows: torch.Tensor) -> list[torch.Tensor]:
-    """Numbers of rows as numbers of elements."""
-    width = like[:0].numel() if not like.ndim else like.shape[1:].numel()
-    return [n * width for n in rows]
+def _arriving(
+    experts: torch.Tensor, tokens: Sequence[Runs], mine: Sequence[int], count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(pairs of this rank's experts by expert and token, the places of these, the ranks of their tokens)."""
+    pairs, place = _sorted_pairs(experts, mine, count)
+    owners = torch.empty(experts.shape[0], dtype=torch.int64)
+    for rank, runs in enumerate(tokens):
+        for a, b in runs:
+            owners[a:b] = rank
+    return pairs, place, owners.to(experts.device)[pairs // experts.shape[1]]
+
+
+def _leaving(
+    experts: torch.Tensor, tokens: Runs, members: Sequence[Sequence[int]], count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(pairs of this rank's tokens by rank, expert and token, counted from its first token; the ranks they go to)."""
+    order = [expert for mine in members for expert in mine]
+    pairs, place = _sorted_pairs(torch.cat([experts[a:b] for a, b in tokens] or [experts[:0]]), order, count)
+    homes = torch.tensor([rank for rank, mine in enumerate(members) for _ in mine], dtype=torch.int64)
+    return pairs, homes.to(experts.device)[place]
 
 
 def _sorted_pairs(experts: torch.Tensor, order: Sequence[int], count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(pairs whose expert is in `order`, by its place there and then by number; these places)."""
-    places = torch.full((count + 1,), len(order), dtype=torch.int64)
+    places = torch.full((count,), len(order), dtype=torch.int64)
     places[torch.tensor([*order], dtype=torch.int64)] = torch.arange(len(order))
     place, pairs = places.to(experts.device)[checked(experts, count).flatten()].sort(stable=True)
     if len(order) < count:
@@ -138,15 +155,9 @@ def _sorted_pairs(experts: torch.Tensor, order: Sequence[int], count: int) -> tu
     return pairs, place
 
 
-def _rows(x: torch.Tensor, experts: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+def _rows(x: torch.Tensor, slots: int, pairs: torch.Tensor) -> torch.Tensor:
     """The rows of these pairs."""
-    return x.flatten(0, 1)[pairs] if x.ndim > 2 else x[pairs // experts.shape[1]]
-
-
-def _at_pairs(rows: torch.Tensor, experts: torch.Tensor, order: Sequence[int], count: int) -> torch.Tensor:
-    out = rows.new_zeros((experts.numel(), *rows.shape[1:]))
-    out[_sorted_pairs(experts, order, count)[0]] = rows
-    return out.view(*experts.shape, *rows.shape[1:])
+    return x.flatten(0, 1)[pairs] if x.ndim > 2 else x[pairs // slots]
 
 
 def _spans(expert: torch.Tensor, count: int) -> list[tuple[int, int]]:

@@ -1,29 +1,27 @@
-"""Lowers rows that go between tokens and experts on several ranks: counts first, then as many rows as there are."""
+"""Lowers rows that go between tokens and experts on several ranks: an all-to-all of as many as there are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..dtypes import DataType
 from ..graph import Node
 from ..ops.values import TensorType
 from ..placement.exchanges import exchange_wire
 from ..placement.factors import Placement
 from ..reshard.steps import axis_keys
+from ..sharding import layout as lay
 from ..sharding.value import Sharding
-from .instructions import Allocate, Collective, Communication, Instruction, Kernel, Launch, Wait, tuple_text
+from .instructions import Collective, Communication, Instruction, Kernel, Launch, Wait
 from .kernel_text import origin
-
-_COUNTS = DataType.Int
-# What the names of buffers end in: rows to send, how many for each expert, how many that come, a place for these rows,
-# elements to each rank, elements from each.
-_PARTS = ("sent", "counts", "arriving", "room", "went", "came")
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeContext:
-    """An op that moves rows, as one rank sees it, with the names of its operands and results."""
+    """An op that moves rows, as one rank sees it, with the names of its operands and results.
+
+    tensor: what bills call its result. name: that of its segment.
+    """
 
     rank: int
     node: Node
@@ -41,34 +39,30 @@ class ExchangeContext:
     @property
     def ragged(self) -> tuple[Sharding, TensorType]:
         """The rows."""
+        return next(pair for pair in self._tensors() if pair[1].rows)
+
+    @property
+    def choice(self) -> tuple[Sharding, TensorType]:
+        """The experts of the group's tokens."""
+        return self.placement.operands[1], self.node.call.types[1]
+
+    @property
+    def tokens(self) -> tuple[Sharding, TensorType]:
+        """What this rank's tokens have, before or after."""
+        return next(pair for pair in self._tensors() if not pair[1].rows)
+
+    def _tensors(self) -> list[tuple[Sharding, TensorType]]:
         call, placed = self.node.call, self.placement
-        pairs = [*zip(placed.results, call.results, strict=True), *zip(placed.operands, call.types, strict=True)]
-        return next(pair for pair in pairs if pair[1].rows)
+        return [*zip(placed.results, call.results, strict=True), *zip(placed.operands[:1], call.types[:1], strict=True)]
 
-    @property
-    def count(self) -> int:
-        """The number of all experts."""
-        return self.ragged[1].shape[0]
-
-    def experts(self, rank: int) -> list[int]:
-        """The experts that a rank has."""
-        sharding, ttype = self.ragged
-        return [i for a, b in sharding.runs(ttype.shape, rank)[0] for i in range(a, b)]
-
-    @property
-    def order(self) -> list[int]:
-        """The experts of the group, rank by rank."""
-        return [expert for rank in self.group for expert in self.experts(rank)]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """How many experts each rank of the group has."""
-        return tuple([len(self.experts(rank)) for rank in self.group])
-
-    def about(self, wire: float, what: str) -> Communication:
-        axes = ",".join(str(split) for split in self.placement.exchange)
-        why = f"{what} of {self.node.name}"
-        return Communication("exchange", axes, self.tensor, wire, why, self.node.line, f"exchange over {axes}")
+    def text(self) -> str:
+        """The arguments that say where everything is: by rank its tokens and experts, this rank, all experts."""
+        sharding, ttype = self.tokens
+        whole = self.choice[0].runs(self.choice[1].shape, self.rank)[0]
+        tokens = [lay.positions(sharding.runs(ttype.shape, rank)[0], whole) for rank in self.group]
+        ragged, rows = self.ragged
+        members = [[i for a, b in ragged.runs(rows.shape, rank)[0] for i in range(a, b)] for rank in self.group]
+        return f"{tokens}, {members}, {self.group.index(self.rank)}, {rows.shape[0]}"
 
     def launch(self, part: str, text: str, inputs: Sequence[str], outputs: Sequence[str]) -> Launch:
         """A call of a kernel of its own."""
@@ -76,25 +70,15 @@ class ExchangeContext:
         kernel = Kernel(f"{self.name}_{part}", tuple(inputs), (line,), tuple(outputs), origins=(origin(self.node),))
         return Launch(kernel, tuple(inputs), tuple(outputs))
 
-    def rows(self, room: str, sent: str, went: str, came: str) -> list[Instruction]:
-        """The rows themselves, from `sent` to `room`; `went` and `came` are the elements to and from each rank."""
+    def rows(self, sent: str, room: str, went: str, came: str) -> list[Instruction]:
+        """The rows, from `sent` to `room`; `went` and `came` are the elements to and from each rank."""
+        axes = ",".join(str(split) for split in self.placement.exchange)
+        wire, why = exchange_wire(self.node.call, self.placement), f"rows of {self.node.name}"
+        about = Communication("exchange", axes, self.tensor, wire, why, self.node.line, f"exchange over {axes}")
         text = f"all_to_all({room}.view(-1), {sent}.view(-1), {came}.tolist(), {went}.tolist())"
-        payload = (0, self.ragged[1].dtype.value)
-        about = self.about(exchange_wire(self.node.call, self.placement), "rows")
-        work = f"w{self.results[0]}"
+        payload, work = (0, self.ragged[1].dtype.value), f"w{self.results[0]}"
         call = Collective(work, self.group, "all_to_all", (sent, went, came), (room,), text, about, payload)
         return [call, Wait(work)]
-
-    def counts(self, arriving: str, counts: str) -> list[Instruction]:
-        """How many rows go to each expert, from every rank to those that have it."""
-        mine = len(self.experts(self.rank))
-        text = f"all_to_all({arriving}, {counts}, {tuple_text((mine,) * len(self.group))}, {tuple_text(self.sizes)})"
-        wire = 8.0 * sum(size for rank, size in zip(self.group, self.sizes, strict=True) if rank != self.rank)
-        work = f"w{self.results[0]}_counts"
-        about = self.about(wire, "numbers of rows")
-        room = Allocate(arriving, (mine * len(self.group),), _COUNTS)
-        call = Collective(work, self.group, "all_to_all", (counts,), (arriving,), text, about, (0, _COUNTS.value))
-        return [room, call, Wait(work)]
 
 
 def lower_exchange(c: ExchangeContext) -> list[Instruction]:
@@ -104,26 +88,23 @@ def lower_exchange(c: ExchangeContext) -> list[Instruction]:
 
 
 def _dispatched(c: ExchangeContext) -> list[Instruction]:
-    made, (x, experts) = c.results[0], c.operands
-    sent, counts, arriving, room, went, came = (f"{made}_{part}" for part in _PARTS)
-    sizes = tuple_text(c.sizes)
+    buffers = [f"{c.results[0]}_{part}" for part in ("sent", "room", "went", "came")]
+    order, place = (f"{c.results[0]}_{part}" for part in ("order", "place"))
+    arrived = [buffers[1], order, place]
     return [
-        c.launch("route", f"K.moe_route({x}, {experts}, {c.order}, {c.count})", [x, experts], [sent, counts]),
-        *c.counts(arriving, counts),
-        c.launch("room", f"K.moe_room({sent}, {counts}, {arriving}, {sizes})", [sent, counts, arriving],
-                 [room, went, came]),
-        *c.rows(room, sent, went, came),
-        c.launch("arrive", f"K.moe_arrive({room}, {arriving}, {len(c.group)})", [room, arriving], c.results),
-    ]  # fmt: skip
+        c.launch("send", f"K.moe_send({', '.join(c.operands)}, {c.text()})", c.operands, [*buffers, order, place]),
+        *c.rows(*buffers),
+        c.launch("arrive", f"K.moe_arrive({', '.join(arrived)})", arrived, c.results),
+    ]
 
 
 def _collected(c: ExchangeContext) -> list[Instruction]:
-    made, (rows, block, experts) = c.results[0], c.operands
-    sent, _, _, room, went, came = (f"{made}_{part}" for part in _PARTS)
-    text = f"K.moe_return({rows}, {block}, {experts}, {c.order}, {tuple_text(c.sizes)}, {c.count})"
-    back = f"K.moe_returned({room}, {experts}, {c.order}, {c.count})"
+    buffers = [f"{c.results[0]}_{part}" for part in ("sent", "room", "went", "came")]
+    pairs, (sharding, ttype) = f"{c.results[0]}_pairs", c.tokens
+    tokens, slots = sharding.local_shape(ttype.shape, c.rank)[:2]
+    back = f"K.moe_returned({buffers[1]}, {pairs}, {tokens}, {slots})"
     return [
-        c.launch("return", text, [rows, block, experts], [sent, room, went, came]),
-        *c.rows(room, sent, went, came),
-        c.launch("returned", back, [room, experts], c.results),
+        c.launch("return", f"K.moe_return({', '.join(c.operands)}, {c.text()})", c.operands, [*buffers, pairs]),
+        *c.rows(*buffers),
+        c.launch("returned", back, [buffers[1], pairs], c.results),
     ]

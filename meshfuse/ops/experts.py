@@ -6,7 +6,8 @@ size than what is usual (`TensorType.rows`). Ragged tensors are computed on by o
 those of this file, and stay on the ranks where they are.
 
 Where tokens and experts both lie over an axis, each row travels once to its expert and once back, by an all-to-all of
-sizes that ranks tell each other first (dropless, as in MegaBlocks: Gale et al. 2022).
+as many rows as there are (dropless, as in MegaBlocks: Gale et al. 2022). Ranks know each other's choice of experts by
+then, which is a small part of the rows. A rank's rows are in the order of experts and tokens, however they came there.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _dispatch_infer(call: Call) -> tuple[TensorType, ...]:
         raise user_error("moe_dispatch: num_experts", str(count), "1 or more", "Give the number of all experts.")
     rows = max(experts.shape[0] * experts.shape[1], 1)
     places = TensorType((count, x.shape[0]), DataType.Int, rows)
-    return TensorType((count, x.shape[0], x.shape[-1]), x.dtype, rows), places, places
+    return TensorType((count, x.shape[0], x.shape[-1]), x.dtype, rows), places
 
 
 def _builder(
@@ -73,12 +74,12 @@ def _builder(
 
 
 def _dispatch_rule(call: Call) -> Rule:
-    """t h, t k -> e t h, e t, e t."""
+    """t h, t k -> e t h, e t."""
     x, experts = call.types
     builder = _builder(call.results[0])
     t, e, slots, h = (_TOKENS,), (_EXPERTS,), builder.blocked(experts.shape[1]), builder.factor(x.shape[-1])
     taken = (t, h) if x.ndim == 2 else (t, slots, h)
-    return builder.build([taken, (t, slots)], [(e, t, h), (e, t), (e, t)])
+    return builder.build([taken, (t, slots)], [(e, t, h), (e, t)])
 
 
 def _dispatch_emit(e: Emit) -> str:
@@ -87,29 +88,29 @@ def _dispatch_emit(e: Emit) -> str:
 
 
 def _dispatch_vjp(b: Backward) -> Tensor:
-    back = b.ops.moe_collect(b.grad, b.results[2], b["experts"])
+    back = b.ops.moe_collect(b.grad, b["experts"])
     return back if b["x"].ndim > 2 else b.ops.sum(back, [1])
 
 
 def _collect_infer(call: Call) -> tuple[TensorType, ...]:
-    _check_ragged(call, "rows", "block")
-    rows, _, experts = call.types
+    _check_ragged(call, "rows")
+    rows, experts = call.types
     check_ndim("moe_collect", "experts", experts, 2, 2)
     check_same_size("moe_collect", "the numbers of tokens", rows.shape[1], experts.shape[0])
     return (TensorType((*experts.shape, rows.shape[-1]), rows.dtype),)
 
 
 def _collect_rule(call: Call) -> Rule:
-    """e t h, e t, t k -> t k h, summed over e."""
-    rows, _, experts = call.types
+    """e t h, t k -> t k h, summed over e."""
+    rows, experts = call.types
     builder = _builder(rows, experts=FactorKind.REDUCE)
     t, e, slots, h = (_TOKENS,), (_EXPERTS,), builder.blocked(experts.shape[1]), builder.factor(rows.shape[-1])
-    return builder.build([(e, t, h), (e, t), (t, slots)], [(t, slots, h)])
+    return builder.build([(e, t, h), (t, slots)], [(t, slots, h)])
 
 
 def _collect_emit(e: Emit) -> str:
     mine, count = _members(e.operand_runs(0)[0]), e.call.types[0].shape[0]
-    return f"K.moe_collect({e.operands[0]}, {e.operands[2]}, {mine}, {count})"
+    return f"K.moe_collect({', '.join(e.operands)}, {mine}, {count})"
 
 
 def _collect_vjp(b: Backward) -> Tensor:
@@ -187,11 +188,11 @@ OPS = (
         "moe_dispatch", (*_tensors("x", "experts"), Param("num_experts", K.INT)), _dispatch_infer, _dispatch_rule,
         _dispatch_emit, flops=flops_of_lookup, samples=_samples, nvfuser=_NOT_NATIVE, on_rows=True, vjp=each(x=_dispatch_vjp),
         exchange=Exchange(_TOKENS, _EXPERTS, "dispatch"),
-        about="(rows, expert, block): the rows of tokens at the experts, [tokens, slots], that they go to; x is "
+        about="(rows, expert): the rows of tokens at the experts, [tokens, slots], that they go to; x is "
         "[tokens, width], or [tokens, slots, width] with a row for every slot",
     ),
     OpDef(
-        "moe_collect", _tensors("rows", "block", "experts"), _collect_infer, _collect_rule, _collect_emit,
+        "moe_collect", _tensors("rows", "experts"), _collect_infer, _collect_rule, _collect_emit,
         Partial.FIRST, flops_of_lookup, nvfuser=_NOT_NATIVE, on_rows=True, vjp=each(rows=_collect_vjp),
         exchange=Exchange(_TOKENS, _EXPERTS, "collect"),
         about="[tokens, slots, width]: rows of experts back at their tokens",

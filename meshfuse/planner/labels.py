@@ -72,14 +72,14 @@ def axis_labels(
     each = (_enumerated(call, rule, mesh, atoms, start, free, near) for start in dict.fromkeys(starts))
     found = distinct(itertools.chain.from_iterable(each))
     if call.op.exchange is not None:
-        found = distinct(itertools.chain.from_iterable(map(functools.partial(_exchanging, call), found)))
+        found = distinct(exchanging for label in found for exchanging in _exchanging(call, rule, label))
     # Layouts of reductions that no placement can have are left out.
     return found if found or not reductions else axis_labels(call, rule, mesh, atoms, special, (), near)
 
 
-def _exchanging(call: Call, label: Label) -> Iterator[Label]:
+def _exchanging(call: Call, rule: Rule, label: Label) -> Iterator[Label]:
     """A label, and those in which rows also go between ranks along its axes."""
-    for placement in exchange_placements(call, label.placement):
+    for placement in exchange_placements(call, rule, label.placement):
         yield Label(placement, label.spot)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from ..graph import Graph, Node
 from ..mesh import DeviceMesh
 from ..ops.rules import DimFactors
+from ..placement.exchanges import exchanged
 from ..placement.factors import Layouts, layouts_of, representable, tensor_layouts
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
@@ -89,9 +90,10 @@ class SpecialLayouts:
         if not any(key[2]):
             return
         if key not in self._followed:
+            asked = [layouts for found in self._asked(node) for layouts in _with_exchanged(node, found)]
             self._followed[key] = tuple([
                 (place, tensor_layouts(node.rule, factors, shape, layouts) or ())
-                for layouts in self._asked(node)
+                for layouts in asked
                 for place, (_, factors, shape) in enumerate(tensors_of(node))
             ])  # fmt: skip
         for place, dims in self._followed[key]:
@@ -114,6 +116,13 @@ class SpecialLayouts:
         for tensor, factors, shape in tensors_of(node):
             for dims in self._dims_of(tensor):
                 yield representable(node.rule, layouts_of(node.rule, factors, shape, dims))
+
+
+def _with_exchanged(node: Node, layouts: Layouts) -> Iterator[Layouts]:
+    """Layouts of an op's factors, and of rows at experts those that an exchange gives."""
+    yield layouts
+    if node.call.op.exchange is not None:
+        yield from (found for _, found in exchanged(node.call, node.rule, layouts))
 
 
 def _together(asked: Sequence[Layouts]) -> Iterator[Layouts]:

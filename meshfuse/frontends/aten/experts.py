@@ -18,8 +18,8 @@ def _dispatch(t: Translation, x: TensorView, experts: TensorView, count: int) ->
 
 
 @rule(_ops.moe_collect.default)
-def _collect(t: Translation, rows: TensorView, block: TensorView, experts: TensorView) -> TensorView:
-    return t.ops.moe_collect(rows, block, experts)
+def _collect(t: Translation, rows: TensorView, experts: TensorView) -> TensorView:
+    return t.ops.moe_collect(rows, experts)
 
 
 @rule(_ops.moe_linear.default)
