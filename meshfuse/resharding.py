@@ -306,7 +306,7 @@ class _Inserter:
         made = self.sharded.graph.tensors[value.tensor]
         if made.type.rows:
             raise user_error(
-                f"{made.label}: rows of experts are to move from {value.sharding} ({why})", "", "rows that stay",
+                f"{made.label}: rows of experts are to move ({why})", f"{value.sharding} -> {found.steps[-1].dst}", "rows that stay",
                 "Annotate tokens and the experts' weights alone, or all rows alike.", line,
             )  # fmt: skip
         for step in found.steps:

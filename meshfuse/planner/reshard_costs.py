@@ -34,7 +34,7 @@ _NOWHERE, _PARTIAL = -1, -2
 _MOST_ABOVE = 1 << 40
 
 
-# Seconds that nothing else takes: what has no way at all is left out wherever that can be.
+# Seconds that nothing else takes, by axis: what has no way at all is left out wherever that can be.
 _NEVER = 100.0
 Atoms = tuple[Split, ...]
 
@@ -110,7 +110,7 @@ def reshard_costs(
     costs = np.empty((len(sources), len(targets)))
     quality = np.full(costs.shape, GOOD)
     if ttype.rows:  # Nothing but an op that knows them moves rows of experts.
-        costs[:] = [[0.0 if s is t else _NEVER for t in targets] for s in sources]
+        costs[:] = [[_NEVER * _apart(s, t) for t in targets] for s in sources]
         return costs, quality
     for mesh, rows in _by_mesh(sources).items():
         for other, columns in _by_mesh(targets).items():
@@ -170,9 +170,25 @@ def exact_seconds(source: Sharding, target: Sharding, ttype: TensorType) -> floa
     if source is target:
         return 0.0
     if ttype.rows:
-        return _NEVER
+        return _NEVER * _apart(source, target)
     path = plan(source, target, ttype.shape, ttype.dtype.itemsize)
     return math.inf if path is None else path.seconds
+
+
+def _apart(source: Sharding, target: Sharding) -> int:
+    """How many axes are elsewhere in one of two shardings; 0 if they are equal."""
+    if source is target:
+        return 0
+    one, other = (_by_axis(s) for s in (source, target))
+    return sum([one.get(axis) != other.get(axis) for axis in {**one, **other}]) or 1
+
+
+def _by_axis(sharding: Sharding) -> dict[str | None, list[tuple[int, Split]]]:
+    found: dict[str | None, list[tuple[int, Split]]] = {}
+    for dim, layout in enumerate((*sharding.dims, sharding.partial)):
+        for split in layout:
+            found.setdefault(split.axis, []).append((dim, split))
+    return found
 
 
 # What becomes of an axis in a reshard; the numbers are digits of a code.
