@@ -160,13 +160,20 @@ def _forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any
         return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     weight = self.down_proj
     rows, expert = dispatch(hidden_states.to(weight.dtype), top_k_index, self.num_experts)
-    if self.has_gate:
+    if _is_swiglu(self):
+        inner = swiglu(linear(rows, expert, self.gate_up_proj, not self.is_transposed))
+    elif self.has_gate:
         gate, up = (linear(rows, expert, half, not self.is_transposed) for half in _halves(self))
         inner = self.act_fn(gate) * up
     else:
         inner = self.act_fn(linear(rows, expert, self.up_proj, not self.is_transposed))
     back = collect(linear(inner, expert, weight, not self.is_transposed), top_k_index)
     return (back * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+
+def _is_swiglu(part: Any) -> bool:
+    """Whether gate and up are one matrix whose product goes through silu; others are multiplied one by one."""
+    return part.has_gate and part.is_concatenated and type(part.act_fn).__name__ in ("SiLU", "SiLUActivation")
 
 
 def _halves(part: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -231,6 +238,28 @@ def _(left: Any, right: Any, expert: Any) -> Any:
     return left.new_empty((left.shape[0], left.shape[2], right.shape[2]))
 
 
+@torch.library.custom_op("meshfuse::moe_swiglu", mutates_args=())
+def swiglu(rows: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, for rows of both."""
+    raise _never_run()
+
+
+@swiglu.register_fake
+def _(rows: Any) -> Any:
+    return rows.new_empty((*rows.shape[:2], rows.shape[2] // 2))
+
+
+@torch.library.custom_op("meshfuse::moe_swiglu_backward", mutates_args=())
+def swiglu_backward(grad: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The gradient of swiglu by its rows."""
+    raise _never_run()
+
+
+@swiglu_backward.register_fake
+def _(grad: Any, rows: Any) -> Any:
+    return torch.empty_like(rows)
+
+
 def _dispatch_saved(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     x, experts, _ = inputs
     ctx.save_for_backward(experts)
@@ -269,6 +298,15 @@ def _linear_backward(ctx: Any, grad: Any) -> Any:
     return by_rows, None, by_weight, None
 
 
+def _swiglu_saved(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _swiglu_backward(ctx: Any, grad: Any) -> Any:
+    return swiglu_backward(grad.contiguous(), *ctx.saved_tensors)
+
+
 dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_saved)
 collect.register_autograd(_collect_backward, setup_context=_collect_saved)
 linear.register_autograd(_linear_backward, setup_context=_linear_saved)
+swiglu.register_autograd(_swiglu_backward, setup_context=_swiglu_saved)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import torch
+import torch.nn.functional as F
 
 from ..sharding.layout import Runs
 from .indices import checked
@@ -65,6 +66,24 @@ def moe_weight_gradient(left: torch.Tensor, right: torch.Tensor, expert: torch.T
     for matrix, (a, b) in zip(out, _spans(expert, count), strict=True):
         if a < b:
             torch.mm(left[0, a:b].T, right[0, a:b], out=matrix)
+    return out
+
+
+@kernel
+def moe_swiglu(rows: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, for rows of gate and up one behind the other."""
+    gate, up = rows.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+@kernel
+def moe_swiglu_bwd(grad: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The gradient of `moe_swiglu` by its rows."""
+    gate, up = rows.chunk(2, -1)
+    out = torch.empty_like(rows)
+    by_gate, by_up = out.chunk(2, -1)
+    by_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+    torch.mul(grad, F.silu(gate), out=by_up)
     return out
 
 

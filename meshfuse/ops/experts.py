@@ -178,6 +178,27 @@ def _weight_flops(call: Call) -> float:
     return 2.0 * call.types[0].numel * call.types[1].shape[2]
 
 
+# gates -----------------------------------------------------------------------------------------------------------
+
+
+def _swiglu_infer(call: Call) -> tuple[TensorType, ...]:
+    _check_ragged(call, *(param.name for param in call.op.params))
+    rows = call.types[-1]
+    if rows.shape[2] % 2:
+        raise user_error("moe_swiglu: rows", str(rows), "a last dim of gate and up, of one size", "Pass both at once.")
+    half = rows._replace(shape=(*rows.shape[:2], rows.shape[2] // 2))
+    return (half if len(call.types) == 1 else rows,)
+
+
+def _swiglu_rule(call: Call) -> Rule:
+    """e t (2 f) -> e t f; of the gradient e t f, e t (2 f) -> e t (2 f)."""
+    rows = call.types[-1]
+    builder = _builder(rows)
+    t, e, both, f = (_TOKENS,), (_EXPERTS,), builder.blocked(2), builder.dim(rows.shape[2] // 2)
+    narrow, wide = (e, t, f), (e, t, (*both, *f))
+    return builder.build(*(([wide], [narrow]) if len(call.types) == 1 else ([narrow, wide], [wide])))
+
+
 def _samples() -> list[Sample]:
     experts = TensorType((6, 2), DataType.Int)
     return [Sample((TensorType((6, 4), DataType.Float), experts, 3), values={1: (0, 2, 1, 0, 2, 1)})]
@@ -214,5 +235,16 @@ OPS = (
             right=lambda b: b.ops.moe_linear(b["left"], b["expert"], b.grad, False),
         ),
         about="[experts, m, n]: for each expert the product of its rows of `left` and of `right`",
+    ),
+    OpDef(
+        "moe_swiglu", _tensors("rows"), _swiglu_infer, _swiglu_rule,
+        lambda e: f"K.moe_swiglu({e.operands[0]})", nvfuser=_NOT_NATIVE, on_rows=True,
+        vjp=each(rows=lambda b: b.ops.moe_swiglu_bwd(b.grad, b["rows"])),
+        about="silu(gate) * up, for rows of gate and up one behind the other",
+    ),
+    OpDef(
+        "moe_swiglu_bwd", _tensors("grad", "rows"), _swiglu_infer, _swiglu_rule,
+        lambda e: f"K.moe_swiglu_bwd({', '.join(e.operands)})", nvfuser=_NOT_NATIVE, on_rows=True,
+        about="the gradient of `moe_swiglu` by its rows",
     ),
 )  # fmt: skip

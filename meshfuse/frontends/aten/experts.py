@@ -30,3 +30,13 @@ def _linear(t: Translation, rows: TensorView, expert: TensorView, weight: Tensor
 @rule(_ops.moe_weight_gradient.default)
 def _weight_gradient(t: Translation, left: TensorView, right: TensorView, expert: TensorView) -> TensorView:
     return t.ops.moe_weight_gradient(left, right, expert)
+
+
+@rule(_ops.moe_swiglu.default)
+def _swiglu(t: Translation, rows: TensorView) -> TensorView:
+    return t.ops.moe_swiglu(rows)
+
+
+@rule(_ops.moe_swiglu_backward.default)
+def _swiglu_backward(t: Translation, grad: TensorView, rows: TensorView) -> TensorView:
+    return t.ops.moe_swiglu_bwd(grad, rows)
