@@ -217,8 +217,8 @@ class FusionDefinition:
 
         name: what bills and `explain` call the tensor from now on.
 
-        Raises DefinitionError for anything but a tensor of this definition, and for `alias_input`: meshfuse writes into
-        no arguments.
+        Raises DefinitionError for anything but a tensor of this definition, for rows of experts, and for `alias_input`:
+        meshfuse writes into no arguments.
         """
         line = self.recording.line_of_change()
         if alias_input is not None:
@@ -227,8 +227,17 @@ class FusionDefinition:
                 "Return the tensor and copy it.", line,
             )  # fmt: skip
         number = own(self, output, "add_output", line).id
+        self._check_output(number, line)
         self.recording.name(number, name, line)
         self.recording.outputs.append(number)
+
+    def _check_output(self, number: int, line: SourceLine) -> None:
+        made = self.recording.tensors[number]
+        if made.type.rows:
+            raise user_error(
+                f"add_output: {made.label} has rows of experts", str(made.type), "a tensor of a known size",
+                "Bring the rows back to their tokens first: fd.ops.moe_combine, or fd.ops.moe_collect.", line,
+            )  # fmt: skip
 
     @property
     def fusion(self) -> Fusion:

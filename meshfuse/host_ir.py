@@ -11,13 +11,13 @@ from typing import Any
 from .errors import SourceLine, file_name
 from .graph import Graph
 from .html_text import html_lines
-from .kernels.experts import ROWS
+from .kernels.tensors import ROWS
 from .lowering.bucketed_calls import buckets, lower_bucket
 from .lowering.buffer_checker import BufferChecker
 from .lowering.collectives import ReshardContext, lower_reshard
 from .lowering.durations import CostModel
-from .lowering.exchanges import ExchangeContext, lower_exchange
 from .lowering.effects import Effects, effects, mentioned
+from .lowering.exchanges import ExchangeContext, lower_exchange
 from .lowering.fusable_copies import fusable_copies, fusible_parts
 from .lowering.fuse_copies import fuse_copies
 from .lowering.instructions import (
@@ -319,7 +319,8 @@ class RankLowering:
             else:
                 self._communicate(part)
         resharded = self.segmented.resharded
-        outputs = tuple(self._returned(v) if self.rank in self.values[v].sharding.mesh else None for v in resharded.outputs)
+        here = [v if self.rank in self.values[v].sharding.mesh else None for v in resharded.outputs]
+        outputs = tuple([None if v is None else self._returned(v) for v in here])
         model = CostModel.of(dict.fromkeys(v.sharding.mesh for v in self.values))
         kept = {*filter(None, outputs)}
         body = fuse_copies(schedule(self.instructions, model, in_flight), self.fusible, kept, in_flight)

@@ -16,7 +16,7 @@ from .reshard.borders import Borders
 from .reshard.order import Before, before
 from .reshard.prices import Price, price
 from .reshard.search import ReshardPlan, plan
-from .reshard.steps import Step, StepKind, travels
+from .reshard.steps import Step, StepKind, group_size, travels
 from .sharding.value import Sharding
 
 
@@ -77,7 +77,9 @@ Statement = Compute | Reshard
 
 @functools.lru_cache(maxsize=1 << 12)
 def shard_bytes(sharding: Sharding, ttype: TensorType) -> int:
-    """Bytes of the largest shard of a tensor."""
+    """Bytes of the largest shard of a tensor; of rows of experts, if every expert gets as many."""
+    if ttype.rows:
+        return ttype.nbytes // group_size(sharding.splits)
     return sharding.max_local_numel(ttype.shape) * ttype.dtype.itemsize
 
 
@@ -306,8 +308,8 @@ class _Inserter:
         made = self.sharded.graph.tensors[value.tensor]
         if made.type.rows:
             raise user_error(
-                f"{made.label}: rows of experts are to move ({why})", f"{value.sharding} -> {found.steps[-1].dst}", "rows that stay",
-                "Annotate tokens and the experts' weights alone, or all rows alike.", line,
+                f"{made.label}: rows of experts are to move ({why})", f"{value.sharding} -> {found.steps[-1].dst}",
+                "rows that stay", "Annotate tokens and the experts' weights alone, or all rows alike.", line,
             )  # fmt: skip
         for step in found.steps:
             existing = next((v for v in self.by_tensor[value.tensor] if v.sharding == step.dst), None)

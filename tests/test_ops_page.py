@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import meshfuse as mf
 from gradient_checks import both
 from meshfuse.cli import main
-from meshfuse.ops import COMPOSITES, OPS, families
+from meshfuse.ops import COMPOSITES, EXPERT_OPS, OPS, families
 from meshfuse.ops.opdef import Partial
 from meshfuse.ops.summary import CARRIES, FATES, examples, help_text
 from meshfuse.ops.torch_names import INSTEAD
@@ -35,7 +35,7 @@ def test_the_page_is_what_the_records_say() -> None:
 def test_the_page_has_every_op_once_and_changes_when_one_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     made = script("tools/ops_page.py")
     rows = re.findall(r"^\| `(\w+)\(", made.page(), re.MULTILINE)
-    assert sorted(rows) == sorted({*OPS, *COMPOSITES})
+    assert sorted(rows) == sorted({*OPS, *EXPERT_OPS, *COMPOSITES})
     known = families()
     more = {**known, "shape": (known["shape"][0], (*known["shape"][1], OPS["add"]))}
     monkeypatch.setattr(made, "families", lambda: more)
@@ -50,7 +50,7 @@ def test_every_op_says_what_it_computes(name: str) -> None:
 
 
 def test_every_op_is_in_one_family_and_every_fate_and_partial_rule_has_its_words() -> None:
-    assert sorted(op.name for _, ops in families().values() for op in ops) == sorted(OPS)
+    assert sorted(op.name for _, ops in families().values() for op in ops) == sorted({*OPS, *EXPERT_OPS})
     shown = {fate.split(" by ")[0] for op in OPS.values() for example in examples(op) for fate in example.fates}
     assert shown == {*FATES}
     assert {*CARRIES} == {*Partial}
@@ -187,7 +187,7 @@ def test_errors_name_the_op_for_a_method_or_function_of_torch() -> None:
 def test_the_command_lists_all_and_tells_of_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ops"]) == 0
     listed = capsys.readouterr().out
-    assert all(re.search(rf"^  {name}\(", listed, re.MULTILINE) for name in {*OPS, *COMPOSITES})
+    assert all(re.search(rf"^  {name}\(", listed, re.MULTILINE) for name in {*OPS, *EXPERT_OPS, *COMPOSITES})
     for name in ("sum", "softmax", "scaled_mm"):
         assert main(["ops", name]) == 0
         assert capsys.readouterr().out.strip() == getattr(mf.FusionDefinition().ops, name).__doc__.strip()

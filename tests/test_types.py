@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import meshfuse as mf
-from meshfuse.ops import COMPOSITES, OPS
+from meshfuse.ops import COMPOSITES, EXPERT_OPS, OPS
 from scripts import script
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +49,7 @@ WRONG = [
 def test_the_stub_is_what_the_records_say() -> None:
     made = script("tools/op_stubs.py")
     assert made.STUB.read_text() == made.stub(), "run .venv/bin/python tools/op_stubs.py"
-    assert all(f"def {name}(self, " in made.stub() for name in {*OPS, *COMPOSITES})
+    assert all(f"def {name}(self, " in made.stub() for name in {*OPS, *EXPERT_OPS, *COMPOSITES})
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from meshfuse.kernels.scalars import FUNCTIONS
-from meshfuse.ops import COMPOSITES, OPS
+from meshfuse.ops import COMPOSITES, EXPERT_OPS, OPS
 from meshfuse.ops.binding import annotation, make_call
 from meshfuse.ops.opdef import OpDef
 from meshfuse.ops.values import REQUIRED, ParamKind
@@ -58,7 +58,8 @@ _TENSORS = (ParamKind.TENSOR, ParamKind.TENSOR_OR_SCALAR)
 
 def stub() -> str:
     """The whole stub."""
-    blocks = [_composite(name) if name in COMPOSITES else _op(OPS[name]) for name in sorted({*OPS, *COMPOSITES})]
+    ops = OPS | EXPERT_OPS
+    blocks = [_composite(name) if name in COMPOSITES else _op(ops[name]) for name in sorted({*ops, *COMPOSITES})]
     return _HEAD + "".join(f"    {line}\n" for block in blocks for line in block)
 
 

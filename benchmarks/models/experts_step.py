@@ -147,8 +147,10 @@ def on_rank() -> None:
 def report(found: list[list[tuple[float, int]]], ranks: int, bill: Any) -> None:
     ours, theirs = ([statistics.median(row[side][i] for row in found) for i in (0, 1)] for side in (0, 1))
     rows = 4 * TOKENS * SLOTS * WIDTH * 4 * (ranks - 1) / ranks
-    print(f"{ranks:5}{ours[0] * 1e3:9.1f}{theirs[0] * 1e3:9.1f}{ours[0] / theirs[0]:7.2f}"
-          f"{bill.total / 1e6:10.2f}{rows / 1e6:9.2f}{ours[1] / ranks / 1e6:10.2f}{theirs[1] / ranks / 1e6:9.2f}")
+    print(
+        f"{ranks:5}{ours[0] * 1e3:9.1f}{theirs[0] * 1e3:9.1f}{ours[0] / theirs[0]:7.2f}"
+        f"{bill.total / 1e6:10.2f}{rows / 1e6:9.2f}{ours[1] / ranks / 1e6:10.2f}{theirs[1] / ranks / 1e6:9.2f}"
+    )
     if os.environ.get("BILL"):
         print(bill)
 

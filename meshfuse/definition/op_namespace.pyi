@@ -670,6 +670,20 @@ class OpNamespace:
     @overload
     def mod(self, a: Scalar, b: Val) -> Val:
         """remainder, the sign is a's; `a % b` as well"""
+    def moe_collect(self, rows: TensorView, experts: TensorView) -> TensorView:
+        """[tokens, slots, width]: rows of experts back at their tokens"""
+    def moe_combine(self, rows: TensorView, experts: TensorView, scores: TensorView) -> TensorView:
+        """[tokens, width]: for each token the sum of its rows times their scores, [tokens, slots]: always in one order."""
+    def moe_dispatch(self, x: TensorView, experts: TensorView, num_experts: int) -> tuple[TensorView, TensorView]:
+        """(rows, expert): the rows of tokens at the experts, [tokens, slots], that they go to; x is [tokens, width], or [tokens, slots, width] with a row for every slot"""
+    def moe_linear(self, rows: TensorView, expert: TensorView, weight: TensorView, transposed: bool = False) -> TensorView:
+        """rows times the matrices of their experts, [experts, in, out], or [experts, out, in] if `transposed`"""
+    def moe_swiglu(self, rows: TensorView) -> TensorView:
+        """silu(gate) * up, for rows of gate and up one behind the other"""
+    def moe_swiglu_bwd(self, grad: TensorView, rows: TensorView) -> TensorView:
+        """the gradient of `moe_swiglu` by its rows"""
+    def moe_weight_gradient(self, left: TensorView, right: TensorView, expert: TensorView) -> TensorView:
+        """[experts, m, n]: for each expert the product of its rows of `left` and of `right`"""
     @overload
     def mul(self, a: TensorView, b: Operand) -> TensorView:
         """a * b"""

@@ -7,9 +7,8 @@ The kernel of an op stands in the op's family (`ops/`), marked with `@kernel`; h
 # ruff: noqa: F401
 from .indices import checked, checked_place, grid
 from .indices import global_index as positions
-from . import experts
 from .random import normal, uniform
 from .reductions import combine, fold, neutral
 from .table import kernel
-from .tensors import in_stride_order, tensor_like
+from .tensors import in_stride_order, stand_in, tensor_like
 from .user_functions import checked_results, settled, watched

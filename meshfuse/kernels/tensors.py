@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,3 +22,14 @@ def in_stride_order(x: torch.Tensor, order: list[int]) -> torch.Tensor:
     by_stride = sorted(range(x.ndim), key=lambda d: -order[d])
     back = [by_stride.index(d) for d in range(x.ndim)]
     return x.permute(by_stride).contiguous().permute(back)
+
+
+# An attribute of what stands for a ragged tensor outside of programs: its rows.
+ROWS = "meshfuse_rows"
+
+
+def stand_in(rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor of this shape that takes no memory, and carries the rows of a ragged one out of a program."""
+    out = rows.new_zeros(()).expand(tuple(shape))
+    setattr(out, ROWS, rows)
+    return out

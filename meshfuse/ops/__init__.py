@@ -78,17 +78,15 @@ _FAMILIES = (
 )
 _INNER = (blocks, column_blocks, ring_steps, adjoints)  # what distributed forms and gradients are written in
 # Functions of `fd.ops` that are written in ops of the table, by name.
-COMPOSITES = composite.COMPOSITES | NORM_COMPOSITES | IMAGE_COMPOSITES | INDEX_COMPOSITES
+COMPOSITES = composite.COMPOSITES | experts.EXPERT_COMPOSITES | NORM_COMPOSITES | IMAGE_COMPOSITES | INDEX_COMPOSITES
 OPS: dict[str, OpDef] = {op.name: op for family in _FAMILIES for op in family.OPS}
-
-
 # Ops on the rows of experts, which are as many as the numbers say.
 EXPERT_OPS: dict[str, OpDef] = {op.name: op for op in experts.OPS}
 
 
 def families() -> dict[str, tuple[str, Sequence[OpDef]]]:
     """By family, those for everyone first: the first sentence of its module, and its ops."""
-    in_order = sorted(_FAMILIES, key=lambda family: family in _INNER)
+    in_order = [*sorted(_FAMILIES, key=lambda family: family in _INNER), experts]
     return {f.__name__.rpartition(".")[2]: ((f.__doc__ or "").partition("\n")[0], f.OPS) for f in in_order}
 
 

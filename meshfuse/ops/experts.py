@@ -12,15 +12,20 @@ then, which is a small part of the rows. A rank's rows are in the order of exper
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from ..dtypes import Category, DataType
 from ..errors import user_error
 from ..sharding.layout import Runs
+from . import expert_rows
 from .opdef import Call, Emit, Exchange, OpDef, Partial, Sample, flops_of_lookup
 from .rules import FactorKind, Rule, RuleBuilder
 from .shape_arithmetic import check_dtypes, check_ndim, check_same_size
 from .values import Param, ParamKind, TensorType
 from .vjp import Backward, Tensor, each
 
+assert expert_rows is not None  # its import gives programs the kernels of these ops
 K = ParamKind
 _TOKENS, _EXPERTS = 0, 1  # The numbers of these factors in all rules here.
 _NOT_NATIVE = "rows of experts are as many as the numbers say"
@@ -149,6 +154,10 @@ def _linear_flops(call: Call) -> float:
     return 2.0 * call.results[0].numel * call.types[0].shape[2]
 
 
+def _linear_rows(b: Backward) -> Tensor:
+    return b.ops.moe_linear(b.grad, b["expert"], b["weight"], not b["transposed"])
+
+
 def _linear_weight(b: Backward) -> Tensor:
     both = (b.grad, b["rows"]) if b["transposed"] else (b["rows"], b.grad)
     return b.ops.moe_weight_gradient(*both, b["expert"])
@@ -199,37 +208,50 @@ def _swiglu_rule(call: Call) -> Rule:
     return builder.build(*(([wide], [narrow]) if len(call.types) == 1 else ([narrow, wide], [wide])))
 
 
-def _samples() -> list[Sample]:
-    experts = TensorType((6, 2), DataType.Int)
-    return [Sample((TensorType((6, 4), DataType.Float), experts, 3), values={1: (0, 2, 1, 0, 2, 1)})]
+def moe_combine(fd: Any, rows: Any, experts: Any, scores: Any) -> Any:
+    """[tokens, width]: for each token the sum of its rows times their scores, [tokens, slots]: always in one order."""
+    weighted = fd.ops.mul(fd.ops.moe_collect(rows, experts), fd.ops.broadcast(scores, [False, False, True]))
+    return fd.ops.sum(weighted, [1])
+
+
+_N = 3
+_TOKENS_IN, _CHOICE = TensorType((6, 4), DataType.Float), TensorType((6, 2), DataType.Int)
+_PLACES = TensorType((_N, 6), DataType.Int, 12)
+
+
+def _rows(width: int) -> TensorType:
+    return TensorType((_N, 6, width), DataType.Float, 12)
+
+
+def _sample(*args: Any) -> Callable[[], list[Sample]]:
+    return lambda: [Sample(args)]
 
 
 OPS = (
     OpDef(
         "moe_dispatch", (*_tensors("x", "experts"), Param("num_experts", K.INT)), _dispatch_infer, _dispatch_rule,
-        _dispatch_emit, flops=flops_of_lookup, samples=_samples, nvfuser=_NOT_NATIVE, on_rows=True, vjp=each(x=_dispatch_vjp),
-        exchange=Exchange(_TOKENS, _EXPERTS, "dispatch"),
+        _dispatch_emit, flops=flops_of_lookup, samples=_sample(_TOKENS_IN, _CHOICE, _N), nvfuser=_NOT_NATIVE,
+        on_rows=True, vjp=each(x=_dispatch_vjp), exchange=Exchange(_TOKENS, _EXPERTS, "dispatch"),
         about="(rows, expert): the rows of tokens at the experts, [tokens, slots], that they go to; x is "
         "[tokens, width], or [tokens, slots, width] with a row for every slot",
     ),
     OpDef(
         "moe_collect", _tensors("rows", "experts"), _collect_infer, _collect_rule, _collect_emit,
-        Partial.FIRST, flops_of_lookup, nvfuser=_NOT_NATIVE, on_rows=True, vjp=each(rows=_collect_vjp),
-        exchange=Exchange(_TOKENS, _EXPERTS, "collect"),
+        Partial.FIRST, flops_of_lookup, _sample(_rows(4), _CHOICE), nvfuser=_NOT_NATIVE, on_rows=True,
+        vjp=each(rows=_collect_vjp), exchange=Exchange(_TOKENS, _EXPERTS, "collect"),
         about="[tokens, slots, width]: rows of experts back at their tokens",
     ),
     OpDef(
         "moe_linear", (*_tensors("rows", "expert", "weight"), Param("transposed", K.BOOL, False)), _linear_infer,
-        _linear_rule, _linear_emit, Partial.FIRST, _linear_flops, nvfuser=_NOT_NATIVE, on_rows=True, uses_library=True,
-        vjp=each(
-            rows=lambda b: b.ops.moe_linear(b.grad, b["expert"], b["weight"], not b["transposed"]),
-            weight=_linear_weight,
-        ),
+        _linear_rule, _linear_emit, Partial.FIRST, _linear_flops,
+        _sample(_rows(4), _PLACES, TensorType((_N, 4, 5), DataType.Float)), nvfuser=_NOT_NATIVE, on_rows=True,
+        uses_library=True, vjp=each(rows=_linear_rows, weight=_linear_weight),
         about="rows times the matrices of their experts, [experts, in, out], or [experts, out, in] if `transposed`",
     ),
     OpDef(
         "moe_weight_gradient", _tensors("left", "right", "expert"), _weight_infer, _weight_rule, _weight_emit,
-        Partial.EACH, _weight_flops, nvfuser=_NOT_NATIVE, on_rows=True, uses_library=True,
+        Partial.EACH, _weight_flops, _sample(_rows(4), _rows(5), _PLACES), nvfuser=_NOT_NATIVE, on_rows=True,
+        uses_library=True,
         vjp=each(
             left=lambda b: b.ops.moe_linear(b["right"], b["expert"], b.grad, True),
             right=lambda b: b.ops.moe_linear(b["left"], b["expert"], b.grad, False),
@@ -237,14 +259,16 @@ OPS = (
         about="[experts, m, n]: for each expert the product of its rows of `left` and of `right`",
     ),
     OpDef(
-        "moe_swiglu", _tensors("rows"), _swiglu_infer, _swiglu_rule,
-        lambda e: f"K.moe_swiglu({e.operands[0]})", nvfuser=_NOT_NATIVE, on_rows=True,
+        "moe_swiglu", _tensors("rows"), _swiglu_infer, _swiglu_rule, lambda e: f"K.moe_swiglu({e.operands[0]})",
+        samples=_sample(_rows(4)), nvfuser=_NOT_NATIVE, on_rows=True,
         vjp=each(rows=lambda b: b.ops.moe_swiglu_bwd(b.grad, b["rows"])),
         about="silu(gate) * up, for rows of gate and up one behind the other",
     ),
     OpDef(
         "moe_swiglu_bwd", _tensors("grad", "rows"), _swiglu_infer, _swiglu_rule,
-        lambda e: f"K.moe_swiglu_bwd({', '.join(e.operands)})", nvfuser=_NOT_NATIVE, on_rows=True,
-        about="the gradient of `moe_swiglu` by its rows",
+        lambda e: f"K.moe_swiglu_bwd({', '.join(e.operands)})", samples=_sample(_rows(2), _rows(4)),
+        nvfuser=_NOT_NATIVE, on_rows=True, about="the gradient of `moe_swiglu` by its rows",
     ),
 )  # fmt: skip
+
+EXPERT_COMPOSITES: dict[str, Callable[..., Any]] = {"moe_combine": moe_combine}

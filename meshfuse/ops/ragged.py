@@ -23,7 +23,7 @@ def infer(call: Call) -> tuple[TensorType, ...]:
     if call.op.rule is not pointwise_rule or not fits or any(t.shape[:2] != first.shape[:2] for t in made):
         raise user_error(
             f"{call.op.name}: rows of experts", ", ".join(map(str, call.types)),
-            "an op that works on single elements, of rows of one moe_dispatch and of numbers that are the same for all rows",
+            "an op that works on single elements, of rows of one moe_dispatch and numbers that are the same for all",
             "Bring the rows back to their tokens first (fd.ops.moe_collect), or use moe_linear.",
         )  # fmt: skip
     return tuple([t._replace(rows=first.rows) for t in made])

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..kernels.experts import ROWS
 from ..kernels.indices import global_index
+from ..kernels.tensors import ROWS
 from .layout import Runs, digits
 from .value import Sharding
 

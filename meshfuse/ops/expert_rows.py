@@ -12,20 +12,8 @@ from itertools import accumulate, pairwise
 import torch
 import torch.nn.functional as F
 
-from ..sharding.layout import Runs
-from .indices import checked
-from .table import kernel
-
-# A dense tensor with the shape of a ragged one, outside of programs; its rows are this attribute (`stand_in`).
-ROWS = "meshfuse_rows"
-
-
-@kernel
-def stand_in(rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor of this shape that takes no memory and carries the rows of a ragged one out of a program."""
-    out = rows.new_zeros(()).expand(tuple(shape))
-    setattr(out, ROWS, rows)
-    return out
+from ..kernels.indices import Runs, checked
+from ..kernels.table import kernel
 
 
 @kernel
@@ -87,8 +75,8 @@ def moe_swiglu_bwd(grad: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return out
 
 
-# between ranks. All of a group know where all pairs of its tokens go, so how many rows each rank gets from each is known
-# before they travel. They arrive by the rank of their token, and lie by expert and token as if all had been here.
+# between ranks. All of a group know where all pairs of its tokens go, so how many rows each rank gets from each is
+# known before they travel. They arrive by the rank of their token, and lie by expert and token as if all had been here.
 
 
 @kernel
