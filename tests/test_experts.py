@@ -1,4 +1,4 @@
-"""Rows that go from tokens to experts and back: numbers, gradients and bytes on simulated ranks, against plain torch."""
+"""Rows that go from tokens to experts and back: numbers, gradients and bytes on simulated ranks, beside plain torch."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_sums_do_not_depend_on_the_number_of_ranks() -> None:
 def test_an_expert_that_does_not_exist_is_an_error() -> None:
     x, chosen, *rest = operands("any", (32, 8, 2))
     chosen[3, 1] = 8
-    with pytest.raises(mf.KernelError, match="moe_dispatch: an index is out of range on rank .*: found 8"):
+    with pytest.raises(mf.KernelError, match=r"moe_dispatch: an index is out of range on rank .*: found 8"):
         layer(*CASES["tokens and experts"]).simulate([x, chosen, *rest])
 
 

@@ -15,7 +15,7 @@ import meshfuse.kernels as K
 import op_references as references
 from attention_references import ATTENTION, GRADIENTS, attention, attention_bwd, seen_in_ring
 from meshfuse.errors import KernelError
-from meshfuse.host_ir import sums_in_new_memory
+from meshfuse.lowering.rank_lowering import sums_in_new_memory
 from meshfuse.ops import OPS
 from meshfuse.ops.local import LocalCall
 from meshfuse.ops.opdef import Call

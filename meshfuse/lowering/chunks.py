@@ -22,7 +22,7 @@ from .segments import SegmentedDefinition
 
 
 class Lowering(Protocol):
-    """What lowers a program for one rank, `host_ir.RankLowering`, as the chunks of a loop see it."""
+    """What lowers a program for one rank, `rank_lowering.RankLowering`, as the chunks of a loop see it."""
 
     segmented: SegmentedDefinition
     rank: int

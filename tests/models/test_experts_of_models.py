@@ -63,7 +63,7 @@ def test_what_is_wrong_with_experts_is_said() -> None:
         (lambda: mf.Experts("ep", capacity=1.25), "Experts: capacity: found 1.25"),
         (lambda: mf.parallelize(model, two, experts=3), "parallelize: experts: found 3"),
         (lambda: mf.parallelize(model, two, experts="e"), "experts: unknown mesh axis: found 'e'"),
-        (lambda: mf.parallelize(model, two, experts=mf.Experts("ep", "layers.*.attn")), "matches no module with experts"),
+        (lambda: mf.parallelize(model, two, experts=mf.Experts("ep", "*.attn")), "matches no module with experts"),
         (lambda: mf.parallelize(nn.Linear(2, 2), two, experts="ep"), "Experts: Linear has none"),
         (lambda: mf.parallelize(zoo.hf.GptOssForCausalLM(zoo.hf.GptOssConfig(
             num_hidden_layers=1, num_local_experts=2, hidden_size=8, intermediate_size=8, vocab_size=16, head_dim=4,
