@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import meshfuse as mf
+from meshfuse.errors import SourceLine
+from meshfuse.executor import graphs
+from meshfuse.executor.arguments import Inputs
 
 WIDTH, INNER = 8, 16
 Tensors = tuple[torch.Tensor, ...]
@@ -79,7 +82,7 @@ CASES: dict[str, tuple[mf.DeviceMesh, Any, Any, tuple[int, int, int]]] = {
     "three axes": (mesh(dp=2, ep=2, tp=2), ["dp", "ep"], "tp", (32, 8, 2)),
     "sizes that do not divide": (mesh(ep=4), "ep", None, (30, 6, 3)),
     "more ranks than fit": (mesh(ep=3), "ep", None, (32, 8, 1)),
-    "real links": (mf.DeviceMesh((4,), ("ep",)), "ep", None, (32, 8, 2)),
+    "links of a real machine": (mf.DeviceMesh((4,), ("ep",)), "ep", None, (32, 8, 2)),
 }
 
 
@@ -174,3 +177,11 @@ def test_gates_of_rows_are_torchs() -> None:
     found = fd.simulate([given, chosen])
     torch.testing.assert_close(found[0], wanted.detach())
     torch.testing.assert_close(found[1], own.grad)
+
+
+def test_no_graph_holds_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "DEVICE", "cpu")
+    fd = layer(*CASES["tokens and experts"])
+    fd.compile()
+    with pytest.raises(mf.ArgumentError, match="cuda_graph=True: found rows of experts"):
+        graphs.check_capturable(fd.host_program(0), Inputs({}, {}, torch.device("cpu")), SourceLine("a.py", 1))

@@ -112,7 +112,10 @@ class Captured:
 
 
 def check_capturable(program: HostProgram, given: Inputs, line: SourceLine) -> None:
-    """Raises ArgumentError for a program that no graph can hold: one with scalars or random numbers, or not on CUDA."""
+    """Raises ArgumentError for a program that no graph can hold, or one that is not on CUDA.
+
+    Such are those with scalars, random numbers or rows of experts.
+    """
     if given.device.type != DEVICE:
         raise _refused(f"arguments on {given.device}", f"tensors on a {DEVICE} device", line)
     if given.scalars:
@@ -121,6 +124,9 @@ def check_capturable(program: HostProgram, given: Inputs, line: SourceLine) -> N
     if drawing:
         needed = "a program that draws none: a graph would draw the same ones at every step"
         raise _refused(f"random numbers, drawn in {', '.join(drawing)}", needed, line)
+    rows = [about.tensor for about in program.communications if about.kind == "exchange"]
+    if rows:
+        raise _refused(f"rows of experts, {rows[0]}", "sizes that do not depend on numbers", line)
 
 
 def check_groups(groups: Sequence[Group], line: SourceLine) -> None:
