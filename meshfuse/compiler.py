@@ -26,6 +26,7 @@ from .errors import caller_line, shown, user_error
 from .gc_pause import no_collection
 from .graph import Graph, specialize
 from .host_ir import HostProgram, digest_of, lower_to_host_ir, verify, verify_together
+from .long_work import saying
 from .lowering.pipeline_chunks import pipeline_chunks
 from .lowering.schedule import IN_FLIGHT
 from .lowering.segments import SegmentedDefinition, segment
@@ -130,7 +131,7 @@ def compile_definition(
     """
     with no_collection():
         graph = graph_to_plan(recording, shapes, scalars)
-        with World.planning(graph.in_words()):
+        with World.planning(graph.in_words()), saying(f"planning {graph.in_words()}"):
             found = _compiled(graph, default_mesh, max_memory, near_factor, effort, borders)
             placed = _with_ends(graph, found, borders) if borders is not None else graph
             return found if placed is graph else _compiled(placed, default_mesh, max_memory, 1.0, effort, borders)

@@ -33,6 +33,9 @@ for _signal, _handler in _DEFAULTS.items():
 # Tests are of planning, not of what an earlier run has left on the disk; test_plan_cache.py has folders of its own.
 os.environ["MESHFUSE_CACHE"] = "off"
 
+# Tests compare what is written to stderr; test_long_work.py is about what long work says there.
+os.environ["MESHFUSE_QUIET"] = "1"
+
 # Most tests of plans say what is sent at least: bytes decide there. test_default_links.py has the default machine.
 os.environ.setdefault("MESHFUSE_LINKS", "bytes")
 

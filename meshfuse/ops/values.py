@@ -34,6 +34,10 @@ class TensorType(NamedTuple):
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    def __repr__(self) -> str:
+        ragged = f", rows={self.rows}" if self.rows else ""
+        return f"TensorType(shape={self.shape!r}, dtype={self.dtype!r}{ragged})"
+
     def __str__(self) -> str:
         ragged = f", {self.rows} rows" if self.rows else ""
         return f"{self.dtype.name}[{', '.join('?' if n < 0 else str(n) for n in self.shape)}{ragged}]"
