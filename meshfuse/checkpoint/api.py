@@ -17,6 +17,7 @@ from ..argument_checks import is_text
 from ..errors import ArgumentError, CheckpointError, MeshfuseError, caller_line, error_text, located, shown, user_error
 from ..executor.spmd import sum_of_bits
 from ..kernels.user_functions import settled
+from ..long_work import saying
 from ..runtime.diagnosis import SAME_PROGRAM, disagreement
 from ..runtime.environment import LONGEST_TIMEOUT
 from ..runtime.world import World
@@ -49,7 +50,7 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, timeout: flo
     RankError where ranks fail or pass different things.
     """
     team = _Team(World.current(), timeout, "save")
-    with located(caller_line()), team.lock, torch.device("cpu"):
+    with located(caller_line()), team.lock, torch.device("cpu"), saying(f"saving {path}"):
         folder = _folder(path)
         entries, values = team.each("reading what to save", lambda: _read_state(state))
         shards = _compared(team, entries, values)
@@ -76,7 +77,7 @@ def load(
     another dtype or shape, or two names have other values in the same memory, and RankError where ranks fail.
     """
     team = _Team(World.current(), timeout, "load")
-    with located(caller_line()), team.lock, torch.device("cpu"):
+    with located(caller_line()), team.lock, torch.device("cpu"), saying(f"loading {path}"):
         home = _folder(path)
         if not isinstance(wanted, (Mapping, type(None))):
             raise user_error("load: what is wanted", shown(wanted), "a dict by name, or None for all",

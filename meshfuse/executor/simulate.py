@@ -15,6 +15,7 @@ from ..compiler import CompiledProgram
 from ..definition.recording import Recording
 from ..errors import RankError
 from ..host_ir import HostProgram
+from ..long_work import saying
 from ..lowering.segments import SegmentedDefinition
 from ..ops.values import TensorRef
 from ..sharding.data import shard, unshard
@@ -222,9 +223,10 @@ class Simulation:
             for segments in self.segments:
                 stack.enter_context(segments.recorded())
             self._run(arguments, seed, offset)
-        for segments in self.segments:
-            while segments.compile_next():
-                pass
+        with saying("compiling the kernels of simulated ranks"):
+            for segments in self.segments:
+                while segments.compile_next():
+                    pass
 
     def _run(self, arguments: Mapping[int, RankArguments], seed: int, offset: int) -> dict[int, tuple[Any, ...]]:
         self.hub.clear()  # left by a call that an error ended

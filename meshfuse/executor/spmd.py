@@ -14,6 +14,7 @@ import torch
 from ..compiler import CompiledProgram
 from ..errors import RankError, SourceLine, user_error
 from ..host_ir import HostProgram, digest_of
+from ..long_work import saying
 from ..lowering.instructions import CommunicationCall
 from ..lowering.segments import Segment
 from ..mesh import DeviceMesh
@@ -266,8 +267,9 @@ class RankProgram:
         self._phase = _Phase.COMPILING
         waits = any(not isinstance(part, Segment) for part in self.compiled.segmented.parts)
         ranks = self.compiled.ranks if waits else ()
-        while self.world.rendezvous.any(self.segments.compile_next, "compiling segments", ranks):
-            pass
+        with saying(f"compiling the kernels of {self.name}"):
+            while self.world.rendezvous.any(self.segments.compile_next, "compiling segments", ranks):
+                pass
         self._due = None
         if self._capture is not None:
             self._run = self._capture(self.program, self._main)

@@ -26,6 +26,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from ..errors import MeshfuseError, SourceLine, user_error
+from ..long_work import saying
 from .decompositions import decompositions
 from .functions import others_captured
 from .hugging_face import install_recorders, without_new_caches
@@ -90,6 +91,7 @@ def captured(
     Raises DefinitionError where the forward is not one graph, with the user's line.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(saying(f"capturing {_called(module)}"))
         stack.enter_context(_quiet())
         stack.enter_context(without_new_caches(module))
         install_recorders(module, kwargs)

@@ -13,6 +13,7 @@ from torch import nn
 from ..checkpoint.safetensors import StoredTensor, find, names_of
 from ..errors import CheckpointError, SourceLine, located, shown, user_error
 from ..executor.dtensor import is_dtensor
+from ..long_work import saying
 from .patterns import nearest
 from .placing import Place
 
@@ -40,7 +41,7 @@ def load(module: nn.Module, places: Mapping[str, Place], path: Any, strict: bool
             )  # fmt: skip
         tensors = _tensors(module)
         there = find(file, [alias for alias in found.values() if alias is not None])
-        with torch.no_grad():
+        with torch.no_grad(), saying(f"loading weights from {path}"):
             for name, alias in found.items():
                 if alias is not None:
                     _read(there[alias], alias, name, tensors[name], places.get(name), line)

@@ -1,0 +1,67 @@
+"""Long work says what it does: planning, capturing, compiling, loading and saving that take more than a second."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+VARIABLE = "MESHFUSE_QUIET"
+_AFTER, _EVERY = 1.0, 0.5  # Seconds until work is long, and between two looks at the clock on a terminal.
+
+
+@contextmanager
+def saying(what: str) -> Iterator[None]:
+    """In this context, if it lasts, stderr says what is done: rank 0's, unless MESHFUSE_QUIET is set.
+
+    On a terminal it is one line with the seconds so far, which goes when the work is done. Elsewhere there is a line
+    after the first second, and one with the time at the end.
+    """
+    if os.environ.get(VARIABLE, "") not in ("", "0") or os.environ.get("RANK", "0") != "0" or sys.stderr is None:
+        yield
+        return
+    done, begin = threading.Event(), time.monotonic()
+    teller = threading.Thread(target=_tell, args=(what, done, begin), name="meshfuse long work", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if time.monotonic() - begin >= _AFTER:
+            teller.join(_EVERY)
+
+
+def _tell(what: str, done: threading.Event, begin: float) -> None:
+    if done.wait(_AFTER) and time.monotonic() - begin < _AFTER:
+        return
+    if _is_terminal():
+        _on_terminal(what, done, begin)
+        return
+    _write(f"meshfuse: {what} ...\n")
+    done.wait()
+    _write(f"meshfuse: {what} took {time.monotonic() - begin:.1f} s\n")
+
+
+def _on_terminal(what: str, done: threading.Event, begin: float) -> None:
+    shown = 0
+    while not done.wait(_EVERY):
+        line = f"meshfuse: {what}, {time.monotonic() - begin:.0f} s"
+        _write(f"\r{line.ljust(shown)}")
+        shown = len(line)
+    if shown:
+        _write(f"\r{' ' * shown}\r")
+
+
+def _is_terminal() -> bool:
+    with suppress(OSError, ValueError):
+        return sys.stderr.isatty()
+    return False
+
+
+def _write(text: str) -> None:
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
