@@ -20,6 +20,7 @@ from .definition.namespaces import Fusion
 from .definition.op_namespace import OpNamespace
 from .definition.recording import OpNode, Recording
 from .definition.reverse import append_gradients
+from .definition.row_choices import check_rows
 from .definition.tensor_view import TensorView, Val, own, own_all
 from .dtypes import DataType
 from .errors import SourceLine, caller_line, line_in_script, shown, user_error
@@ -516,7 +517,10 @@ class FusionDefinition:
 
     def _apply(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], line: SourceLine) -> Any:
         """Apply an op to arguments as a script passes them."""
-        return applying.apply(self, op, args, kwargs, line)
+        made = applying.apply(self, op, args, kwargs, line)
+        if isinstance(made, TensorView) and (op.on_rows or op.is_fused):
+            check_rows(self.recording)
+        return made
 
     def _expression(self, node: OpNode) -> Any:
         """An op as `tensor.definition()` and `tensor.uses()` return it."""

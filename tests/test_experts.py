@@ -147,6 +147,8 @@ def test_what_rows_cannot_do_is_said() -> None:
         (lambda: fd.ops.moe_dispatch(fd.define_tensor([8, 4]), fd.define_tensor([8, 2], dtype=torch.int64), 0),
          "num_experts"),
         (lambda: fd.ops.moe_swiglu(_rows_of(fd, 3)), "moe_swiglu: rows"),
+        (lambda: fd.ops.add(rows, _rows_of(fd, 4)), "add: rows that follow several choices of experts"),
+        (lambda: fd.ops.moe_collect(rows, fd.define_tensor([8, 2], dtype=torch.int64)), "moe_collect: rows that"),
     ]  # fmt: skip
     for call, text in cases:
         with pytest.raises(mf.DefinitionError, match=text):

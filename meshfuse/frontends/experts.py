@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import MeshfuseError, SourceLine, caller_line, shown, user_error
+from ..errors import SourceLine, caller_line, shown, user_error
 from ..mesh import DeviceMesh
 from .patterns import matching, nearest
 from .plan_value import Spec
@@ -189,14 +189,13 @@ def _halves(part: Any) -> tuple[torch.Tensor, torch.Tensor]:
 # the ops of a captured graph; their shapes are those of ragged tensors in definitions
 
 
-def _never_run() -> MeshfuseError:
-    raise AssertionError("experts of a captured graph are translated, not run")
+_NEVER_RUN = "experts of a captured graph are translated, not run"
 
 
 @torch.library.custom_op("meshfuse::moe_dispatch", mutates_args=())
 def dispatch(x: torch.Tensor, experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, expert) of tokens at their experts."""
-    raise _never_run()
+    raise AssertionError(_NEVER_RUN)
 
 
 @dispatch.register_fake
@@ -208,7 +207,7 @@ def _(x: Any, experts: Any, count: int) -> Any:
 @torch.library.custom_op("meshfuse::moe_collect", mutates_args=())
 def collect(rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     """Rows of experts back at their tokens."""
-    raise _never_run()
+    raise AssertionError(_NEVER_RUN)
 
 
 @collect.register_fake
@@ -219,7 +218,7 @@ def _(rows: Any, experts: Any) -> Any:
 @torch.library.custom_op("meshfuse::moe_linear", mutates_args=())
 def linear(rows: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
     """Rows times the matrices of their experts."""
-    raise _never_run()
+    raise AssertionError(_NEVER_RUN)
 
 
 @linear.register_fake
@@ -230,7 +229,7 @@ def _(rows: Any, expert: Any, weight: Any, transposed: bool) -> Any:
 @torch.library.custom_op("meshfuse::moe_weight_gradient", mutates_args=())
 def weight_gradient(left: torch.Tensor, right: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
     """For each expert the product of its rows of both."""
-    raise _never_run()
+    raise AssertionError(_NEVER_RUN)
 
 
 @weight_gradient.register_fake
@@ -241,7 +240,7 @@ def _(left: Any, right: Any, expert: Any) -> Any:
 @torch.library.custom_op("meshfuse::moe_swiglu", mutates_args=())
 def swiglu(rows: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, for rows of both."""
-    raise _never_run()
+    raise AssertionError(_NEVER_RUN)
 
 
 @swiglu.register_fake
@@ -252,7 +251,7 @@ def _(rows: Any) -> Any:
 @torch.library.custom_op("meshfuse::moe_swiglu_backward", mutates_args=())
 def swiglu_backward(grad: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """The gradient of swiglu by its rows."""
-    raise _never_run()
+    raise AssertionError(_NEVER_RUN)
 
 
 @swiglu_backward.register_fake
