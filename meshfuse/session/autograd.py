@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, caller_line, shown, user_error
+from .errors import WrongType, of_backward
 from .rpc.calls import Calls, calls, provide_backward
 from .rpc.contexts import Context, Message, leaves_of, reachable, sources
 from .rpc.rref import DROP
@@ -108,8 +109,8 @@ def backward(
         context_id.backward(roots, retain_graph, worker)
         return
     part = calls()
-    found = part.contexts.get(context_id)
     _check_roots(roots)
+    found = part.contexts.get(context_id)
     with found.lock:
         edges = reachable(found.edges, own := sources(found, list(roots)))
     plan = _Plan((part.me.id, next(_numbers)), retain_graph, {**edges, _ROOT: own})
@@ -150,15 +151,25 @@ class _inside:
 
 
 def _check_roots(roots: Any) -> None:
-    if not isinstance(roots, (list, tuple)) or not roots:
+    """Raises ArgumentError for roots that are none, also a TypeError where they are no tensors."""
+    if not isinstance(roots, (list, tuple)) or not all(isinstance(root, torch.Tensor) for root in roots):
+        raise user_error("backward: incompatible function arguments", shown(roots), "a list of scalar tensors", "",
+                         caller_line(), WrongType)  # fmt: skip
+    if not roots:
         raise user_error("backward: No tensors provided for gradient computation", shown(roots), "a list of scalars",
                          "", caller_line(), ArgumentError)  # fmt: skip
     for root in roots:
-        if not isinstance(root, torch.Tensor) or not root.requires_grad or root.numel() != 1:
-            found = f"shape {list(root.shape)}" if isinstance(root, torch.Tensor) else shown(root)
-            found += "" if getattr(root, "requires_grad", True) else ", requires_grad not set"
-            raise user_error("a root of backward", found, "scalar tensors that require a gradient", "", caller_line(),
-                             ArgumentError)  # fmt: skip
+        if wrong := _wrong_root(root):
+            raise user_error(wrong, f"shape {list(root.shape)}", "scalar tensors that follow from ones that require a "
+                             "gradient", "", caller_line(), ArgumentError)  # fmt: skip
+
+
+def _wrong_root(root: torch.Tensor) -> str:
+    if not root.requires_grad:
+        return "requires_grad not set on a root of backward"
+    if root.numel() != 1:
+        return "a root of backward is not a scalar, all roots need to be scalar"
+    return "a root of backward does not have a valid gradient function" if root.grad_fn is None else ""
 
 
 def _run(context_id: int, plan: _Plan, message: Message, grads: Sequence[torch.Tensor | None]) -> None:
@@ -196,9 +207,12 @@ def _accumulate(
     """This worker's own part of the pass."""
     leaves = list(leaves_of([tensor for tensor, _ in pairs]))
     retain = plan.retain or len(plan.parts(calls().me.id)) > 1
-    values = torch.autograd.grad(
-        [tensor for tensor, _ in pairs], leaves, [grad for _, grad in pairs], retain_graph=retain, allow_unused=True
-    ) if leaves else ()  # fmt: skip
+    try:
+        values = torch.autograd.grad(
+            [tensor for tensor, _ in pairs], leaves, [grad for _, grad in pairs], retain_graph=retain, allow_unused=True
+        ) if leaves else ()  # fmt: skip
+    except Exception as error:
+        raise of_backward(error, calls().me.id, caller_line()) from None
     with found.lock:
         places = {id(leaf): (other, i) for other, own in found.received.items() for i, leaf in enumerate(own)}
         for other in plan.edges[message]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -34,15 +35,26 @@ REQUEST = 60
 _ROLE = "rpc"
 # Calls that are under way at a time, of those that were issued without waiting.
 _MOST_ASYNC = 64
+_NAME = re.compile("[A-Za-z0-9_:-]{1,127}")
 FOREVER = 1e6  # Seconds; poll takes at most 2³¹ milliseconds.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class WorkerInfo:
-    """A peer: its name, and its rank (as `id`)."""
+    """A peer: its name, and its rank (as `id`). Raises ArgumentError for a name that is none."""
 
     name: str
     id: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise user_error(
+                "Worker name must match [A-Za-z0-9_:-]+, be shorter than 128 characters and must be non-empty",
+                shown(self.name), "such a name", "", caller_line(), ArgumentError,
+            )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
 
 
 class Protocols(Protocol):
@@ -91,8 +103,9 @@ class Agent:
         if len(set(names)) != len(names):
             self._listener.close()
             raise user_error(
-                "init_rpc: names of workers", f"{names}", "a name of its own for each", "", caller_line(), ArgumentError
-            )
+                "init_rpc: a worker's name is not unique", f"{names}", "a name of its own for each", "", caller_line(),
+                ArgumentError,
+            )  # fmt: skip
         addresses = [(host, port, local if there == place else "") for _, host, port, local, there, _ in found]
         return [WorkerInfo(name, rank) for rank, name in enumerate(names)], addresses
 
@@ -153,8 +166,8 @@ class Agent:
             return self.by_name[to]
         if isinstance(to, int) and 0 <= to < self.size:
             return self.peers[to]
-        raise user_error("no such rpc worker", shown(to), f"one of {', '.join(self.by_name)}", "", caller_line(),
-                         ArgumentError)  # fmt: skip
+        wrong, needed = "could not find destination, no such rpc worker", f"one of {', '.join(self.by_name)}"
+        raise user_error(wrong, shown(to), needed, "", caller_line(), ArgumentError)
 
     def request(self, to: int, frame: Frame, limit: float) -> Frame:
         """Send a request and wait for its answer: for `limit` seconds (0: for ever), then raise WorkerTimeout."""

@@ -62,7 +62,7 @@ class Contexts:
     def begin(self) -> Context:
         """A new context, current in this thread. Raises ArgumentError inside of another one."""
         if self._current.number is not None:
-            raise user_error("an autograd context inside of another", shown(self._current.number), "one at a time", "",
+            raise user_error("Already have an autograd context id for this thread", shown(self._current.number), "one at a time", "",
                              caller_line(), ArgumentError)  # fmt: skip
         context = self.get_or_make((self._rank << 48) + next(self._numbers))
         self._current.number = context.number
@@ -88,7 +88,8 @@ class Contexts:
         with self._lock:
             if number not in self._all:
                 raise user_error(
-                    "no such autograd context", shown(number), "the id of one that is open",
+                    f"Could not find autograd context with id: {shown(number)}, no such autograd context",
+                    shown(number), "the id of one that is open",
                     "Call backward and get_gradients inside of the context.", caller_line(), ArgumentError,
                 )  # fmt: skip
             return self._all[number]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import enum
 import os
 import secrets
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,39 +24,11 @@ from ..executor import current
 from ..handshake import TOKEN, token_of
 from .agent import Agent, WorkerInfo
 from .calls import Calls, calls, set_calls
+from .options import DEFAULT_TIMEOUT, RpcBackendOptions, as_options, check_timeout
 from .rref import RRef
 
-_DEFAULT_TIMEOUT = 60.0
 _LINGER = 5.0  # Seconds that the host of the store waits for the others to have read it.
 _generation = [0]
-
-
-class BackendType(enum.Enum):
-    """Names of torch's backends. There is one, and it stands for all of them."""
-
-    TENSORPIPE = "TENSORPIPE"
-    PROCESS_GROUP = "PROCESS_GROUP"
-
-
-@dataclass(slots=True)
-class RpcBackendOptions:
-    """Options of `init_rpc`.
-
-    rpc_timeout: seconds of every call that names no other limit; 0 for none.
-    init_method: where the workers meet: "env://" (MASTER_ADDR and MASTER_PORT), "tcp://host:port" or "file:///path".
-    """
-
-    rpc_timeout: float = _DEFAULT_TIMEOUT
-    init_method: str = "env://"
-    num_worker_threads: int = 16
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.rpc_timeout, (int, float)) or self.rpc_timeout < 0:
-            raise user_error("rpc_timeout", shown(self.rpc_timeout), "seconds of 0 or more", "", caller_line(),
-                             ArgumentError)  # fmt: skip
-
-
-TensorPipeRpcBackendOptions = RpcBackendOptions
 
 
 def is_available() -> bool:
@@ -80,11 +51,9 @@ def init_rpc(
     Raises ArgumentError for names that are taken, WorkerTimeout where others do not come, SessionError where this
     process is in a group already. `backend` and torch's own options are accepted, and their limits and method count.
     """
-    if not isinstance(name, str) or not name:
-        raise user_error("init_rpc: name", shown(name), "a text", "", caller_line(), ArgumentError)
-    if _running():
-        raise SessionError("rpc is initialized already: call shutdown first", caller_line())
-    options = _options(rpc_backend_options)
+    options = as_options(backend, rpc_backend_options)
+    WorkerInfo(name, 0)  # Raises for a name that is none.
+    _refuse_second()
     place = _place(options.init_method, rank, world_size)
     _generation[0] += 1
     store = dist.PrefixStore(f"rpc/{_generation[0]}", _store(place, options))
@@ -99,13 +68,17 @@ def join(token: str, limit: float, generation: int) -> None:
     """On a session's worker: become a peer of the other workers, `worker0` and so on."""
     worker = current()
     world = worker.world()
-    if _running():
-        raise SessionError("rpc is initialized already: call shutdown first", caller_line())
+    _refuse_second()
     store = dist.PrefixStore(f"rpc/{generation}", world.store) if world.size > 1 else dist.HashStore()
     host = world.place.own_address or LOOPBACK
     agent = Agent(f"worker{worker.worker}", worker.worker, worker.size, limit, store, host, token, is_spmd=False)
     set_calls(Calls(agent))
     agent.exchange("ready", "")
+
+
+def _refuse_second() -> None:
+    if _running():
+        raise SessionError("RPC is already initialized: call shutdown first", caller_line())
 
 
 def _running() -> bool:
@@ -116,17 +89,18 @@ def _running() -> bool:
     return True
 
 
-def _options(given: Any) -> RpcBackendOptions:
-    if given is None or isinstance(given, RpcBackendOptions):
-        return given or RpcBackendOptions()
-    return RpcBackendOptions(given.rpc_timeout, given.init_method)
-
-
 def _place(method: str, rank: int, size: int | None) -> Environment:
     """This worker's rank, and where the store is."""
-    found = read_environment() if method == "env://" and (rank < 0 or size is None) else None
-    if found is not None:
-        return found
+    if method == "env://" and (rank < 0 or size is None):
+        found = read_environment()
+        if found.source != "none":
+            return found
+        wrong = "init_rpc: environment variable RANK expected, and rank and world_size were not given"
+        raise user_error(wrong, "none of a launcher's variables", "RANK and WORLD_SIZE", "", caller_line(),
+                         ArgumentError)  # fmt: skip
+    if rank < 0:
+        raise user_error("init_rpc: rank parameter missing", f"{shown(rank)} for {method}", "this worker's rank", "",
+                         caller_line(), ArgumentError)  # fmt: skip
     number, count = as_int(rank), as_int(size)
     if number is None or count is None or not 0 <= number < count:
         raise user_error("init_rpc: rank and world_size", f"{shown(rank)} and {shown(size)}",
@@ -145,7 +119,7 @@ def _master() -> dict[str, str]:
 
 
 def _store(place: Environment, options: RpcBackendOptions) -> dist.Store:
-    limit = options.rpc_timeout or _DEFAULT_TIMEOUT
+    limit = options.rpc_timeout or DEFAULT_TIMEOUT
     if options.init_method.startswith("file:"):
         return dist.FileStore(urlsplit(options.init_method).path, place.size)
     if place.size == 1:
@@ -160,7 +134,7 @@ def _token(store: dist.Store, rank: int, limit: float) -> str:
         return token_of()
     if rank == 0:
         store.set("token", secrets.token_hex(32))
-    if await_keys(store, ["token"], limit or _DEFAULT_TIMEOUT, lambda: None):
+    if await_keys(store, ["token"], limit or DEFAULT_TIMEOUT, lambda: None):
         raise SessionError("rank 0 did not come to init_rpc", caller_line())
     return store.get("token").decode()
 
@@ -246,6 +220,12 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 def get_rpc_timeout() -> float:
     """Seconds that a call takes at most that names no other limit."""
     return calls().agent.limit
+
+
+def _set_rpc_timeout(rpc_timeout: float) -> None:
+    """The limit of calls from here on that name no other; 0 for none."""
+    check_timeout(rpc_timeout)
+    calls().agent.limit = rpc_timeout
 
 
 def rref_debug_info() -> dict[str, int]:
