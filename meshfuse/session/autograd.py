@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import marshal
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from ..errors import ArgumentError, caller_line, shown, user_error
 from .errors import WrongType, of_backward
 from .rpc.calls import Calls, calls, provide_backward
-from .rpc.contexts import Context, Message, leaves_of, reachable, sources
+from .rpc.contexts import Context, Message, added, leaves_of, reachable, sources
 from .rpc.rref import DROP
 from .session_autograd import Gradients, SessionContext
 
@@ -217,16 +218,34 @@ def _accumulate(
         places = {id(leaf): (other, i) for other, own in found.received.items() for i, leaf in enumerate(own)}
         for other in plan.edges[message]:
             state.grads.setdefault(other, [None] * len(found.received[other]))
+        used = Counter(_memory(value) for value in values if value is not None)
         for leaf, value in zip(leaves, values, strict=True):
             if value is not None and id(leaf) in places:
                 _add(state.grads[places[id(leaf)][0]], places[id(leaf)][1], value)
             elif value is not None:
-                found.add_grad(leaf, value)
+                found.add_grad(leaf, value if used[_memory(value)] == 1 and _is_dense(value) else _copy(value))
+
+
+def _memory(value: torch.Tensor) -> int:
+    if value.layout not in (torch.strided, torch.sparse_coo):
+        return id(value)
+    return (value._values() if value.is_sparse else value).data_ptr()
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Whether no two elements of a gradient share memory, so that its owner may write to it."""
+    if value.is_sparse:
+        return value._indices().is_contiguous() and value._values().is_contiguous()
+    return value.layout != torch.strided or value.is_contiguous()
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    return value.clone(memory_format=torch.contiguous_format) if value.layout == torch.strided else value.clone()
 
 
 def _add(grads: list[torch.Tensor | None], place: int, value: torch.Tensor) -> None:
     before = grads[place]
-    grads[place] = value if before is None else before + value
+    grads[place] = value if before is None else added(before, value)
 
 
 def _release(context_id: int) -> None:
@@ -238,5 +257,40 @@ def _release(context_id: int) -> None:
 
 
 provide_backward(backward)
+
+
+# Names of torch that its own tests and some scripts use.
+
+
+def _new_context() -> Context:
+    return calls().contexts.begin()
+
+
+def _release_context(context_id: int) -> None:
+    contexts = calls().contexts
+    current = contexts.current()
+    if current is not None and current.number == context_id:
+        contexts.enter(None)
+    _release(context_id)
+
+
+def _retrieve_context(context_id: int) -> Context:
+    """The context of that number here. Raises ArgumentError where it has ended."""
+    return calls().contexts.get(context_id)
+
+
+def _current_context() -> Context:
+    """The context of this thread. Raises ArgumentError outside of one."""
+    contexts = calls().contexts
+    return contexts.current() or contexts.get(None)
+
+
+def _is_valid_context(context_id: int) -> None:
+    calls().contexts.get(context_id)
+
+
+def _get_max_id() -> int:
+    return calls().contexts.last()
+
 
 __all__ = ["backward", "context", "get_gradients"]

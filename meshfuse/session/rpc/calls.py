@@ -19,6 +19,7 @@ from ..messages import DONE
 from ..pickling import Tracked, dumps, loads
 from ..wire import Frame
 from .agent import FOREVER, REQUEST, Agent, WorkerInfo, fail, failure_frame, raise_failure
+from .constants import UNSET_RPC_TIMEOUT
 from .contexts import Contexts, Message, Told, arrived, written
 from .functions import ASYNC
 from .rref import Id, Job, RRef, Table, add, set_peer
@@ -110,13 +111,14 @@ class Calls:
     def _checked(self, to: Any, function: Any, timeout: Any) -> WorkerInfo:
         if not callable(function):
             raise user_error("rpc", shown(function), "a function", "", caller_line(), ArgumentError)
-        if timeout is not None and (not isinstance(timeout, (int, float)) or (timeout < 0 and timeout != -1)):
+        is_limit = isinstance(timeout, (int, float)) and (timeout >= 0 or timeout == UNSET_RPC_TIMEOUT)
+        if timeout is not None and not is_limit:
             raise user_error("rpc: timeout", shown(timeout), "seconds, or 0 for no limit", "", caller_line(),
                              ArgumentError)  # fmt: skip
         return self.agent.find(to)
 
     def _limit(self, timeout: float | None) -> float:
-        return self.agent.limit if timeout is None or timeout == -1 else timeout
+        return self.agent.limit if timeout is None or timeout == UNSET_RPC_TIMEOUT else timeout
 
     def _prepare(
         self, peer: WorkerInfo, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], limit: float
@@ -284,6 +286,10 @@ class Calls:
         """An object whose methods run on the owner."""
         return _Proxy(self, rref, how, timeout)
 
+    def type_of(self, rref: RRef[Any], timeout: float | None) -> torch.futures.Future[Any]:
+        """The class of a reference's value."""
+        return self.start(rref._owner, _type, (rref,), {}, timeout)
+
     def backward(self, rref: RRef[Any], context: int, retain_graph: bool) -> None:
         """The backward pass from a reference's value: of torch's own kind on the owner, if no context is given."""
         if rref.is_owner():
@@ -391,6 +397,10 @@ def _fetch(number: Id, limit: float) -> Any:
 def _do(jobs: Sequence[Job]) -> None:
     for function, args in jobs:
         function(*args)
+
+
+def _type(rref: RRef[Any]) -> type:
+    return type(rref.local_value())
 
 
 def _check_method(rref: RRef[Any], name: str) -> None:

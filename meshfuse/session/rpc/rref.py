@@ -44,6 +44,7 @@ class Peer(Protocol):
     def proxy(self, rref: Any, how: str, timeout: float | None) -> Any: ...
     def backward(self, rref: Any, context: int, retain_graph: bool) -> None: ...
     def tell_owner(self, rref: Any) -> None: ...
+    def type_of(self, rref: Any, timeout: float | None) -> torch.futures.Future[Any]: ...
 
 
 _peer: list[Peer] = []
@@ -238,6 +239,19 @@ class RRef(Generic[T]):
             )  # fmt: skip
         return self._peer.table.entry(self._id, 60.0).value.wait()
 
+    def _get_future(self) -> torch.futures.Future[Any]:
+        """What ends once the owner has answered to the call of `remote` that made this, as torch names it."""
+        if self._created is not None:
+            return self._created
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    def _get_type(self, timeout: float | None = None, blocking: bool = True) -> Any:
+        """The class of the value, or a future of it, as torch names it."""
+        found = self._peer.type_of(self, timeout)
+        return found.wait() if blocking else found
+
     def rpc_sync(self, timeout: float | None = None) -> Any:
         """A proxy whose methods run on the owner's value and give their result."""
         return self._peer.proxy(self, "rpc_sync", timeout)
@@ -255,16 +269,20 @@ class RRef(Generic[T]):
         self._peer.backward(self, dist_autograd_ctx_id, retain_graph)
 
     def __reduce__(self) -> Any:
+        return receive, self._serialize()
+
+    def _serialize(self) -> tuple[Any, ...]:
+        """What makes a reference of another worker: a fork of this one. Raises where no message takes it along."""
         if not self._is_alive():
             raise self._deleted("Cannot call fork an UserRRef after deletion.")
         if not self._peer.is_sending():
             raise user_error(
-                "Can not pickle rref in python pickler, an RRef cannot be pickled", repr(self), "an argument or a result of an rpc call",
-                "Send its value: to_here().", caller_line(), ArgumentError,
+                "Can not pickle rref in python pickler, an RRef cannot be pickled", repr(self),
+                "an argument or a result of an rpc call", "Send its value: to_here().", caller_line(), ArgumentError,
             )  # fmt: skip
         fork = self._peer.new_id()
         self._peer.note_fork(self, fork)
-        return receive, (self._owner, self._id, fork, self._peer.me.id)
+        return self._owner, self._id, fork, self._peer.me.id
 
     def __str__(self) -> str:
         if self.is_owner():

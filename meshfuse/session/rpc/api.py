@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import secrets
 import socket
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -24,7 +27,8 @@ from ..executor import current
 from ..handshake import TOKEN, token_of
 from .agent import Agent, WorkerInfo
 from .calls import Calls, calls, set_calls
-from .options import DEFAULT_TIMEOUT, RpcBackendOptions, as_options, check_timeout
+from .constants import DEFAULT_RPC_TIMEOUT_SEC
+from .options import RpcBackendOptions, as_options, check_timeout
 from .rref import RRef
 
 _LINGER = 5.0  # Seconds that the host of the store waits for the others to have read it.
@@ -119,7 +123,7 @@ def _master() -> dict[str, str]:
 
 
 def _store(place: Environment, options: RpcBackendOptions) -> dist.Store:
-    limit = options.rpc_timeout or DEFAULT_TIMEOUT
+    limit = options.rpc_timeout or DEFAULT_RPC_TIMEOUT_SEC
     if options.init_method.startswith("file:"):
         return dist.FileStore(urlsplit(options.init_method).path, place.size)
     if place.size == 1:
@@ -134,7 +138,7 @@ def _token(store: dist.Store, rank: int, limit: float) -> str:
         return token_of()
     if rank == 0:
         store.set("token", secrets.token_hex(32))
-    if await_keys(store, ["token"], limit or DEFAULT_TIMEOUT, lambda: None):
+    if await_keys(store, ["token"], limit or DEFAULT_RPC_TIMEOUT_SEC, lambda: None):
         raise SessionError("rank 0 did not come to init_rpc", caller_line())
     return store.get("token").decode()
 
@@ -204,12 +208,34 @@ def rpc_async(
     to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float | None = None
 ) -> torch.futures.Future[Any]:
     """Call a function on worker `to`; its result as a future."""
-    return calls().start(to, func, args, kwargs, timeout)
+    future = calls().start(to, func, args, kwargs, timeout)
+    if _thread_local_var.__dict__:
+        _thread_local_var.future_list.append(future)
+    return future
 
 
 def remote(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float | None = None) -> RRef[Any]:
     """Call a function on worker `to`, which keeps its result; a reference to that."""
     return calls().remote(to, func, args, kwargs, timeout)
+
+
+_thread_local_var = threading.local()
+
+
+@contextlib.contextmanager
+def _wait_all() -> Iterator[None]:
+    """A context that waits for all calls that `rpc_async` begins in it; raises what the first of them raised.
+
+    Its name and that of its list are torch's.
+    """
+    _thread_local_var.future_list = []
+    try:
+        yield
+    finally:
+        try:
+            torch.futures.wait_all(_thread_local_var.future_list)
+        finally:
+            del _thread_local_var.future_list
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
