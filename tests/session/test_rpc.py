@@ -334,14 +334,24 @@ SCRIPT = """
         SHARED.append(x)
         return len(SHARED)
 
+    def only_on_rank_0():
+        pass
+
     if __name__ == "__main__":
         rank = int(os.environ["RANK"])
+        if rank:
+            del only_on_rank_0
         for round in range(2):
             rpc.init_rpc(f"peer{rank}")
             if rank == 0:
                 assert rpc.rpc_sync("peer1", note, (1,)) == 1 + 2 * round
                 assert rpc.rpc_sync("peer1", lambda: note(2)) == 2 + 2 * round
                 kept = rpc.remote("peer2", note, (1,))
+                try:
+                    rpc.rpc_sync("peer2", only_on_rank_0)
+                except RuntimeError as error:
+                    assert "RPC pickler does not serialize" in str(error) and "peer2" in str(error), error
+                    print("missing")
             rpc.shutdown()
         rpc.init_rpc(f"peer{rank}")
         if rank == 0:
@@ -375,7 +385,8 @@ def test_a_script_of_ranks_twice_and_with_a_killed_peer(tmp_path: Path) -> None:
         for rank in range(3)
     ]  # fmt: skip
     outputs = [rank.communicate(timeout=120) for rank in ranks]
-    assert outputs[0][0].split() == ["named", "left", "True"], outputs
+    assert outputs[0][0].split() == ["missing", "missing", "named", "left", "True"], outputs
+    assert outputs[2][1].count("rpc: on peer2 a call of peer0 raised ArgumentError: a call names what is not") == 2
     assert outputs[2][0].split() == ["left", "True"], outputs
     assert [rank.returncode for rank in ranks] == [0, -signal.SIGKILL, 0]
 

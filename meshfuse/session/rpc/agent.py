@@ -90,7 +90,11 @@ class Agent:
         self._idle = threading.Condition(self._lock)
         self.is_closed = False
         self._listener = Listener(host, 0, token, self._welcome, local=True)
-        self.peers, self._addresses = self._meet()
+        try:
+            self.peers, self._addresses = self._meet()
+        except BaseException:
+            self._listener.close()
+            raise
         self.by_name = {peer.name: peer for peer in self.peers}
 
     def _meet(self) -> tuple[list[WorkerInfo], list[tuple[str, int, str]]]:
@@ -101,7 +105,6 @@ class Agent:
         names = [name for name, *_ in found]
         self._processes = {rank: process for rank, (*_, process) in enumerate(found)}
         if len(set(names)) != len(names):
-            self._listener.close()
             raise user_error(
                 "init_rpc: a worker's name is not unique", f"{names}", "a name of its own for each", "", caller_line(),
                 ArgumentError,

@@ -63,9 +63,18 @@ def init_rpc(
     store = dist.PrefixStore(f"rpc/{_generation[0]}", _store(place, options))
     token = _token(store, place.rank, options.rpc_timeout)
     host = _own_host(place)
-    agent = Agent(name, place.rank, place.size, options.rpc_timeout, store, host, token)
-    set_calls(Calls(agent))
-    agent.exchange("ready", "")
+    _begin(Agent(name, place.rank, place.size, options.rpc_timeout, store, host, token))
+
+
+def _begin(agent: Agent) -> None:
+    """Be a peer, once all are."""
+    part = Calls(agent)
+    set_calls(part)
+    try:
+        agent.exchange("ready", "")
+    except BaseException:
+        _leave(part)
+        raise
 
 
 def join(token: str, limit: float, generation: int) -> None:
@@ -75,9 +84,7 @@ def join(token: str, limit: float, generation: int) -> None:
     _refuse_second()
     store = dist.PrefixStore(f"rpc/{generation}", world.store) if world.size > 1 else dist.HashStore()
     host = world.place.own_address or LOOPBACK
-    agent = Agent(f"worker{worker.worker}", worker.worker, worker.size, limit, store, host, token, is_spmd=False)
-    set_calls(Calls(agent))
-    agent.exchange("ready", "")
+    _begin(Agent(f"worker{worker.worker}", worker.worker, worker.size, limit, store, host, token, is_spmd=False))
 
 
 def _refuse_second() -> None:
@@ -159,14 +166,17 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     others (0: the group's limit).
     """
     part = calls()
-    agent, limit = part.agent, timeout or part.agent.limit or 24 * 3600.0
     try:
         if graceful:
-            _finish(part, limit)
+            _finish(part, timeout or part.agent.limit or 24 * 3600.0)
     finally:
-        set_calls(None)
-        agent.close()
-        part.table.stop()
+        _leave(part)
+
+
+def _leave(part: Calls) -> None:
+    set_calls(None)
+    part.agent.close()
+    part.table.stop()
 
 
 def _finish(part: Calls, limit: float) -> None:

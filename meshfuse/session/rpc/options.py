@@ -64,7 +64,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
         """Where tensors of each device arrive on a peer. Raises ArgumentError for what is not the same device."""
-        found = {torch.device(here): torch.device(there) for here, there in device_map.items()}
+        found = {_device(here): _device(there) for here, there in device_map.items()}
         if any(here != there for here, there in found.items()):
             raise user_error(
                 "a device map of rpc", shown(dict(device_map)), "each device mapped to the one of the same name",
@@ -74,7 +74,12 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
     def set_devices(self, devices: Sequence[Any]) -> None:
         """The devices of this process whose tensors are sent."""
-        self.devices = [torch.device(device) for device in devices]
+        self.devices = [_device(device) for device in devices]
+
+
+def _device(device: Any) -> torch.device:
+    """A device by its name or, of a GPU, by its number."""
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
 def check_timeout(seconds: Any) -> None:
