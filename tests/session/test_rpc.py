@@ -352,7 +352,24 @@ SCRIPT = """
                 except RuntimeError as error:
                     assert "RPC pickler does not serialize" in str(error) and "peer2" in str(error), error
                     print("missing")
+            # Whoever comes to shutdown serves the others for as long as these take.
+            rpc._set_rpc_timeout(0.3)
+            if rank == 0:
+                time.sleep(1.0)
+                assert rpc.rpc_sync("peer1", min, (1, 2), timeout=20) == 1
             rpc.shutdown()
+        rpc.init_rpc(f"peer{rank}")
+        while rank < 2 and not os.path.exists("late"):
+            time.sleep(0.01)
+        try:
+            rpc.shutdown(timeout=0.1 if rank == 2 else 20)
+        except di.WorkerTimeout as error:
+            assert "did not come to leaving: found none of ranks 0, 1 within 0.1 s" in str(error), error
+            open("late", "w").close()
+            print("late")
+        except di.WorkerLost as error:
+            assert "peer2 (rank 2) is gone: it has left the group before it came to" in str(error), error
+            print("alone")
         rpc.init_rpc(f"peer{rank}")
         if rank == 0:
             pid = rpc.rpc_sync(1, os.getpid)
@@ -380,14 +397,14 @@ def test_a_script_of_ranks_twice_and_with_a_killed_peer(tmp_path: Path) -> None:
     base = {**os.environ, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             "PYTHONPATH": os.getcwd(), "TORCH_CPP_LOG_LEVEL": "ERROR"}  # fmt: skip
     ranks = [
-        subprocess.Popen([sys.executable, str(script)], env={**base, "RANK": str(rank)}, text=True,
+        subprocess.Popen([sys.executable, str(script)], env={**base, "RANK": str(rank)}, text=True, cwd=tmp_path,
                          stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for rank in range(3)
     ]  # fmt: skip
     outputs = [rank.communicate(timeout=120) for rank in ranks]
-    assert outputs[0][0].split() == ["missing", "missing", "named", "left", "True"], outputs
+    assert outputs[0][0].split() == ["missing", "missing", "alone", "named", "left", "True"], outputs
     assert outputs[2][1].count("rpc: on peer2 a call of peer0 raised ArgumentError: a call names what is not") == 2
-    assert outputs[2][0].split() == ["left", "True"], outputs
+    assert outputs[2][0].split() == ["late", "left", "True"], outputs
     assert [rank.returncode for rank in ranks] == [0, -signal.SIGKILL, 0]
 
 

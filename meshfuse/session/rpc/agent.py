@@ -112,27 +112,30 @@ class Agent:
         addresses = [(host, port, local if there == place else "") for _, host, port, local, there, _ in found]
         return [WorkerInfo(name, rank) for rank, name in enumerate(names)], addresses
 
-    def exchange(self, what: str, text: str) -> list[str]:
-        """What each peer says under this name; all of them call this."""
+    def exchange(self, what: str, text: str, limit: float | None = None) -> list[str]:
+        """What each peer says under this name; all of them call this. limit: seconds, those of a call if not given."""
         keys = [f"{what}/{rank}" for rank in range(self.size)]
+        limit = self.limit if limit is None else limit
         try:
             self.store.set(keys[self.me.id], text)
-            missing = await_keys(self.store, keys, self.limit or FOREVER, lambda: self._check(what, keys))
+            missing = await_keys(self.store, keys, limit or FOREVER, lambda: self._check(what, keys))
             if not missing:
                 return [self.store.get(key).decode() for key in keys]
         except dist.DistError as error:
             raise self._lost(0, f"its store does not answer ({error})") from None
         ranks = ", ".join(key.rpartition("/")[2] for key in missing)
         raise WorkerTimeout(
-            f"rpc workers did not come to {what}: found none of ranks {ranks} within {self.limit:g} s, needed all "
+            f"rpc workers did not come to {what}: found none of ranks {ranks} within {limit:g} s, needed all "
             f"{self.size}", caller_line(),
         )  # fmt: skip
 
     def _check(self, what: str, keys: list[str]) -> None:
         """Raises WorkerLost where a peer that has not come yet never will."""
         for rank, process in self._processes.items():
-            if state_of(process) == GONE and not self.store.check([keys[rank]]):
-                raise self._lost(rank, f"its process has ended before it came to {what}")
+            ended = "its process has ended" if state_of(process) == GONE else "it has left the group"
+            is_gone = state_of(process) == GONE or self.store.check([gone(rank)])
+            if is_gone and not self.store.check([keys[rank]]):
+                raise self._lost(rank, f"{ended} before it came to {what}")
 
     def _welcome(self, connection: Connection, greeting: Any) -> None:
         if not isinstance(greeting, Greeting) or greeting.role != _ROLE or greeting.version != version():
@@ -267,6 +270,11 @@ class Agent:
         for connection in connections:
             connection.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def gone(rank: int) -> str:
+    """The key in the store of a peer that has left."""
+    return f"gone/{rank}"
 
 
 def fail(future: torch.futures.Future[Any], error: BaseException) -> None:

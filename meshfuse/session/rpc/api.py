@@ -25,7 +25,7 @@ from ...runtime.store import await_keys, connect
 from ..errors import SessionError
 from ..executor import current
 from ..handshake import TOKEN, token_of
-from .agent import Agent, WorkerInfo
+from .agent import FOREVER, Agent, WorkerInfo, gone
 from .calls import Calls, calls, set_calls
 from .constants import DEFAULT_RPC_TIMEOUT_SEC
 from .options import RpcBackendOptions, as_options, check_timeout
@@ -163,18 +163,20 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Leave the group. With `graceful` all workers call this, and each first finishes what others ask of it.
 
     References that are still alive end: their values go with their owners. Waits at most `timeout` seconds for the
-    others (0: the group's limit).
+    others to come, and then WorkerTimeout; 0: for as long as they live, so that a rank may serve others from here on.
     """
     part = calls()
     try:
         if graceful:
-            _finish(part, timeout or part.agent.limit or 24 * 3600.0)
+            _finish(part, timeout or FOREVER)
     finally:
         _leave(part)
 
 
 def _leave(part: Calls) -> None:
+    agent = part.agent
     set_calls(None)
+    within(1.0, lambda: agent.store.set(gone(agent.me.id), ""))
     part.agent.close()
     part.table.stop()
 
@@ -182,19 +184,19 @@ def _leave(part: Calls) -> None:
 def _finish(part: Calls, limit: float) -> None:
     """Do what is still to be done, for the others as well: references end, and calls that others have issued."""
     agent = part.agent
-    agent.exchange("leaving", "")
+    agent.exchange("leaving", "", limit)
     agent.settle(limit)
-    agent.exchange("settled", "")
+    agent.exchange("settled", "", limit)
     part.table.settle(limit)
-    agent.exchange("done", "")
+    agent.exchange("done", "", limit)
     _leave_store(agent)
 
 
 def _leave_store(agent: Agent) -> None:
     """The store may be in this process: it serves until the others no longer need it."""
-    within(1.0, lambda: agent.store.set(f"gone/{agent.me.id}", ""))
+    within(1.0, lambda: agent.store.set(gone(agent.me.id), ""))
     if agent.me.id == 0:
-        keys = [f"gone/{rank}" for rank in range(agent.size)]
+        keys = [gone(rank) for rank in range(agent.size)]
         within(_LINGER, lambda: await_keys(agent.store, keys, _LINGER, lambda: None))
 
 
