@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
+import socket
+import subprocess
+import sys
+import textwrap
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,3 +94,66 @@ def test_options() -> None:
     for name in ("DEFAULT_RPC_TIMEOUT_SEC", "DEFAULT_INIT_METHOD", "DEFAULT_NUM_WORKER_THREADS", "UNSET_RPC_TIMEOUT"):
         assert getattr(rpc.constants, name) == getattr(torchs.constants, name)
     assert rpc.backend_registry.backend_registered("TENSORPIPE") and not rpc.backend_registry.backend_registered("x")
+
+
+JOINS = """
+    import sys
+    from meshfuse.session import rpc
+
+    options = rpc.TensorPipeRpcBackendOptions(init_method=sys.argv[1])
+    for words, name, rank, size in (("is not unique", "first", 5, None), ("is not unique", "other", 0, None),
+                                    ("mixes statically and dynamically", "other", 0, 1)):
+        try:
+            rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
+        except RuntimeError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(words)
+    for name in ("second", "third"):
+        rpc.init_rpc(name, rank=1, rpc_backend_options=options)
+        assert rpc.rpc_sync("first", max, (1, 2)) == 2
+        print(name, flush=True)
+        sys.stdin.readline()
+        rpc.shutdown()
+        print("left", flush=True)
+        sys.stdin.readline()
+"""
+
+
+def test_a_group_that_workers_join_and_leave(tmp_path: Path) -> None:
+    script, method = tmp_path / "joins.py", f"file://{tmp_path}/store"
+    script.write_text(textwrap.dedent(JOINS))
+    rpc.init_rpc("first", rank=0, rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=method))
+    env = {**os.environ, "PYTHONPATH": os.getcwd()}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, str(script), method], env=env, **pipes) as other:
+        for name in ("second", "third"):
+            with pytest.raises(ArgumentError, match=f"could not find destination.*'{name}', needed one of first"):
+                rpc.rpc_sync(name, min, (1, 2))
+            assert other.stdout.readline() == f"{name}\n"
+            assert rpc.get_worker_info(name) == rpc.WorkerInfo(name, 1)
+            # The other calls back, and keeps a value for this one.
+            assert rpc.rpc_sync(name, rpc.rpc_sync, ("first", max, (1, 2))) == 2
+            assert rpc.remote(1, torch.ones, (2,)).to_here().tolist() == [1, 1]
+            other.stdin.write("leave\n")
+            other.stdin.flush()
+            assert other.stdout.readline() == "left\n"
+            with pytest.raises(RuntimeError, match=rf"rpc worker {name} \(rank 1\) is gone"):
+                rpc.rpc_sync(name, min, (1, 2))
+            other.stdin.write("go on\n")
+            other.stdin.flush()
+        assert other.wait(20) == 0
+    rpc.shutdown()  # It waits for nobody.
+
+
+def test_where_a_worker_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        own = "127.0.0.1"  # where this machine has no other network
+        probe.connect(("192.0.2.1", 9))  # no packet; an address of nobody, by the route to other machines
+        own = probe.getsockname()[0]
+    for address, wanted in (("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), (own, own)):
+        monkeypatch.setenv("MASTER_ADDR", address)
+        for method in ("env://", f"tcp://{address}:29500"):
+            assert rpc.api._own_host(rpc.api._place(method, 0, 2)) == wanted

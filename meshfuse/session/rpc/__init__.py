@@ -7,7 +7,6 @@ backward pass of `meshfuse.session.autograd` must remember. `api`: init_rpc, shu
 from __future__ import annotations
 
 from . import api, backend_registry, constants, functions
-from .agent import WorkerInfo
 from .api import _set_rpc_timeout as _set_rpc_timeout
 from .api import _wait_all as _wait_all
 from .api import (
@@ -21,6 +20,7 @@ from .api import (
     rref_debug_info,
     shutdown,
 )
+from .members import WorkerInfo
 from .options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from .rref import RRef
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ipaddress
 import os
 import secrets
 import socket
@@ -21,17 +22,20 @@ from ...argument_checks import as_int
 from ...errors import ArgumentError, caller_line, shown, user_error
 from ...runtime.deadlines import within
 from ...runtime.environment import LOOPBACK, Environment, read_environment
-from ...runtime.store import await_keys, connect
+from ...runtime.store import connect
 from ..errors import SessionError
 from ..executor import current
 from ..handshake import TOKEN, token_of
-from .agent import FOREVER, Agent, WorkerInfo, gone
+from .agent import Agent
 from .calls import Calls, calls, set_calls
 from .constants import DEFAULT_RPC_TIMEOUT_SEC
+from .members import FOREVER, Members, OpenMembers, WorkerInfo
 from .options import RpcBackendOptions, as_options, check_timeout
 from .rref import RRef
 
 _LINGER = 5.0  # Seconds that the host of the store waits for the others to have read it.
+_OPEN = "that is open"  # to whoever comes
+_GIVEN = "RANK/WORLD_SIZE"
 _generation = [0]
 
 
@@ -49,8 +53,9 @@ def init_rpc(
 ) -> None:
     """Join a group of workers that call each other's functions. All of them call this, and return together.
 
-    rank, world_size: of this worker; by the environment (RANK, WORLD_SIZE) if not given. The workers show each other
-    the token of MESHFUSE_TOKEN; without it rank 0 makes one and leaves it in the store, which has no token of its own.
+    rank, world_size: of this worker; by the environment (RANK, WORLD_SIZE) if not given. With a rank alone the group is
+    open: this returns at once, and workers come and go. The workers show each other the token of MESHFUSE_TOKEN;
+    without it one makes one and leaves it in the store, which has no token of its own.
 
     Raises ArgumentError for names that are taken, WorkerTimeout where others do not come, SessionError where this
     process is in a group already. `backend` and torch's own options are accepted, and their limits and method count.
@@ -59,11 +64,24 @@ def init_rpc(
     WorkerInfo(name, 0)  # Raises for a name that is none.
     _refuse_second()
     place = _place(options.init_method, rank, world_size)
+    members = _members(WorkerInfo(name, place.rank), place, _store(place, options))
+    token = _token(members.store)
+    _begin(Agent(members, options.rpc_timeout, _own_host(place), token))
+
+
+def _members(me: WorkerInfo, place: Environment, store: dist.Store) -> Members:
+    """The group that this worker joins. Raises SessionError where the store has one of the other kind."""
+    kind = _OPEN if place.source == _OPEN else "of a fixed size"
+    found = store.compare_set("rpc/kind", "", kind).decode()
+    if found != kind:
+        raise SessionError(
+            "RPC group mixes statically and dynamically initialized members which is not supported.: "
+            f"found a group {found}, needed one {kind}. Give all of them world_size, or none.", caller_line(),
+        )  # fmt: skip
+    if kind == _OPEN:
+        return OpenMembers(me, dist.PrefixStore("rpc/open", store))
     _generation[0] += 1
-    store = dist.PrefixStore(f"rpc/{_generation[0]}", _store(place, options))
-    token = _token(store, place.rank, options.rpc_timeout)
-    host = _own_host(place)
-    _begin(Agent(name, place.rank, place.size, options.rpc_timeout, store, host, token))
+    return Members(me, dist.PrefixStore(f"rpc/{_generation[0]}", store), place.size)
 
 
 def _begin(agent: Agent) -> None:
@@ -83,8 +101,8 @@ def join(token: str, limit: float, generation: int) -> None:
     world = worker.world()
     _refuse_second()
     store = dist.PrefixStore(f"rpc/{generation}", world.store) if world.size > 1 else dist.HashStore()
-    host = world.place.own_address or LOOPBACK
-    _begin(Agent(f"worker{worker.worker}", worker.worker, worker.size, limit, store, host, token, is_spmd=False))
+    members = Members(WorkerInfo(f"worker{worker.worker}", worker.worker), store, worker.size)
+    _begin(Agent(members, limit, world.place.own_address or LOOPBACK, token, is_spmd=False))
 
 
 def _refuse_second() -> None:
@@ -106,23 +124,33 @@ def _place(method: str, rank: int, size: int | None) -> Environment:
         found = read_environment()
         if found.source != "none":
             return found
+    if method == "env://" and rank < 0:
         wrong = "init_rpc: environment variable RANK expected, and rank and world_size were not given"
         raise user_error(wrong, "none of a launcher's variables", "RANK and WORLD_SIZE", "", caller_line(),
                          ArgumentError)  # fmt: skip
     if rank < 0:
         raise user_error("init_rpc: rank parameter missing", f"{shown(rank)} for {method}", "this worker's rank", "",
                          caller_line(), ArgumentError)  # fmt: skip
+    if size is None and as_int(rank) is not None:
+        return _open_place(method, rank)
     number, count = as_int(rank), as_int(size)
     if number is None or count is None or not 0 <= number < count:
         raise user_error("init_rpc: rank and world_size", f"{shown(rank)} and {shown(size)}",
                          "a rank below the size of the world", "", caller_line(), ArgumentError)  # fmt: skip
-    there = urlsplit(method)
+    return _given_place(method, number, count)
+
+
+def _given_place(method: str, rank: int, size: int) -> Environment:
     if method == "env://":
-        base = read_environment({**_master(), "RANK": str(number), "WORLD_SIZE": str(count)})
-        return replace(base, rank=number, size=count)
-    return Environment(
-        "RANK/WORLD_SIZE", number, count, number, count, there.hostname or LOOPBACK, there.port or 1, attempt="rpc"
-    )
+        base = read_environment({**_master(), "RANK": str(rank), "WORLD_SIZE": str(size)})
+        return replace(base, rank=rank, size=size)
+    there = urlsplit(method)
+    return Environment(_GIVEN, rank, size, rank, size, there.hostname or LOOPBACK, there.port or 1, attempt="rpc")
+
+
+def _open_place(method: str, rank: int) -> Environment:
+    """The place of a rank among an unknown number: as that of the last one."""
+    return replace(_given_place(method, rank, rank + 1), source=_OPEN)
 
 
 def _master() -> dict[str, str]:
@@ -132,31 +160,39 @@ def _master() -> dict[str, str]:
 def _store(place: Environment, options: RpcBackendOptions) -> dist.Store:
     limit = options.rpc_timeout or DEFAULT_RPC_TIMEOUT_SEC
     if options.init_method.startswith("file:"):
-        return dist.FileStore(urlsplit(options.init_method).path, place.size)
-    if place.size == 1:
+        path = urlsplit(options.init_method).path
+        return dist.FileStore(path) if place.source == _OPEN else dist.FileStore(path, place.size)
+    if place.size == 1 and place.source != _OPEN:
         return dist.HashStore()
     store = connect(place, limit)
     store.set_timeout(timedelta(seconds=limit))
     return store
 
 
-def _token(store: dist.Store, rank: int, limit: float) -> str:
+def _token(store: dist.Store) -> str:
+    """The token of the group, which whoever comes first makes."""
     if os.environ.get(TOKEN):
         return token_of()
-    if rank == 0:
-        store.set("token", secrets.token_hex(32))
-    if await_keys(store, ["token"], limit or DEFAULT_RPC_TIMEOUT_SEC, lambda: None):
-        raise SessionError("rank 0 did not come to init_rpc", caller_line())
-    return store.get("token").decode()
+    return store.compare_set("token", "", secrets.token_hex(32)).decode()
 
 
 def _own_host(place: Environment) -> str:
-    """The address at which the others reach this process: loopback where all are on this machine."""
-    if place.one_host:
+    """The address at which the others reach this process: loopback where all are on this machine.
+
+    A launcher says whether they are; else the address of rank 0 does.
+    """
+    is_told = place.source not in (_OPEN, _GIVEN) or "LOCAL_WORLD_SIZE" in os.environ
+    if (place.one_host and is_told) or _is_loopback(place.address):
         return LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((place.address, place.port))
         return probe.getsockname()[0]
+
+
+def _is_loopback(address: str) -> bool:
+    with contextlib.suppress(OSError, UnicodeError):
+        return ipaddress.ip_address(socket.gethostbyname(address)).is_loopback
+    return False
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
@@ -176,7 +212,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 def _leave(part: Calls) -> None:
     agent = part.agent
     set_calls(None)
-    within(1.0, lambda: agent.store.set(gone(agent.me.id), ""))
+    within(1.0, agent.members.leave)
     part.agent.close()
     part.table.stop()
 
@@ -194,10 +230,9 @@ def _finish(part: Calls, limit: float) -> None:
 
 def _leave_store(agent: Agent) -> None:
     """The store may be in this process: it serves until the others no longer need it."""
-    within(1.0, lambda: agent.store.set(gone(agent.me.id), ""))
+    within(1.0, agent.members.leave)
     if agent.me.id == 0:
-        keys = [gone(rank) for rank in range(agent.size)]
-        within(_LINGER, lambda: await_keys(agent.store, keys, _LINGER, lambda: None))
+        within(_LINGER, lambda: agent.members.await_leaving(_LINGER))
 
 
 @atexit.register
@@ -252,7 +287,7 @@ def _wait_all() -> Iterator[None]:
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """The worker of that name; this one without a name."""
-    return calls().me if worker_name is None else calls().agent.find(worker_name)
+    return calls().me if worker_name is None else calls().agent.members.find(worker_name)
 
 
 def get_rpc_timeout() -> float:

@@ -18,10 +18,11 @@ from ..listener import log
 from ..messages import DONE
 from ..pickling import Tracked, dumps, loads
 from ..wire import Frame
-from .agent import FOREVER, REQUEST, Agent, WorkerInfo, fail, failure_frame, raise_failure
+from .agent import REQUEST, Agent, fail, failure_frame, raise_failure
 from .constants import UNSET_RPC_TIMEOUT
 from .contexts import Contexts, Message, Told, arrived, written
 from .functions import ASYNC
+from .members import FOREVER, WorkerInfo
 from .rref import Id, Job, RRef, Table, add, set_peer
 
 
@@ -115,7 +116,7 @@ class Calls:
         if timeout is not None and not is_limit:
             raise user_error("rpc: timeout", shown(timeout), "seconds, or 0 for no limit", "", caller_line(),
                              ArgumentError)  # fmt: skip
-        return self.agent.find(to)
+        return self.agent.members.find(to)
 
     def _limit(self, timeout: float | None) -> float:
         return self.agent.limit if timeout is None or timeout == UNSET_RPC_TIMEOUT else timeout
@@ -214,7 +215,7 @@ class Calls:
 
     def peer(self, rank: int) -> WorkerInfo:
         """The peer of that rank."""
-        return self.agent.peers[rank]
+        return self.agent.members.member(rank).info
 
     def new_id(self) -> Id:
         """A number that no other worker gives."""
@@ -257,7 +258,7 @@ class Calls:
         """A call of `rpc`'s own, outside of any context."""
         before = self.contexts.enter(None)
         try:
-            return self._prepare(self.agent.peers[to], function, args, {}, self._limit(limit))()
+            return self._prepare(self.peer(to), function, args, {}, self._limit(limit))()
         finally:
             self.contexts.enter(before)
 
@@ -266,9 +267,7 @@ class Calls:
         before = self.contexts.enter(None)
         try:
             limit = self._limit(None)
-            started = [
-                self._prepare(self.agent.peers[to], function, args, {}, limit).begin() for to, function, args in jobs
-            ]
+            started = [self._prepare(self.peer(to), function, args, {}, limit).begin() for to, function, args in jobs]
             for call in started:
                 call.finish()
         finally:

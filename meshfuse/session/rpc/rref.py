@@ -19,7 +19,7 @@ import torch
 
 from ...errors import ArgumentError, caller_line, user_error
 from ..errors import SessionError
-from .agent import WorkerInfo
+from .members import WorkerInfo
 
 T = TypeVar("T")
 Job = tuple[Callable[..., None], tuple[Any, ...]]
