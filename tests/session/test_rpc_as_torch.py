@@ -150,6 +150,23 @@ def test_a_reference_that_came_from_a_user_is_known_to_its_owner() -> None:
     assert rpc.rpc_sync(1, confirmed_elsewhere, (rpc.RRef(1),))
 
 
+def shared_values() -> list[str]:
+    info = rpc._rref_context_get_debug_info()
+    return [info[f"num_{what}"] for what in ("owner_rrefs", "forks", "pending_users", "pending_futures")]
+
+
+def test_counts_are_those_of_values_that_are_shared() -> None:
+    mine = rpc.RRef(1)
+    assert shared_values() == ["0", "0", "0", "0"]
+    held = rpc.rpc_sync(1, rpc.RRef, (mine,))  # a value that is a reference to another one
+    assert shared_values() == ["1", "1", "0", "0"] and rpc.rpc_sync(1, shared_values) == ["1", "1", "0", "0"]
+    del held
+    until = time.monotonic() + 10
+    while shared_values() != ["0", "0", "0", "0"] and time.monotonic() < until:
+        time.sleep(0.01)
+    assert shared_values() == ["0", "0", "0", "0"] and mine.local_value() == 1
+
+
 def test_texts_of_references_have_their_numbers() -> None:
     mine, other = rpc.RRef(1), rpc.remote(2, torch.add, (torch.ones(2), 1))
     first = mine._id[1]

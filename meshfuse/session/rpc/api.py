@@ -305,3 +305,15 @@ def rref_debug_info() -> dict[str, int]:
     """How many values this worker owns, and how many references it has or has passed on and not heard of."""
     table = calls().table
     return {"num_owner_rrefs": len(table.owned), "num_pending_users": len(table.pending), "num_users": table.users}
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    """The same, by torch's names. As there, a value counts once a reference to it has left this process."""
+    table = calls().table
+    shared = [entry.forks - {number} for number, entry in list(table.owned.items())]
+    return {
+        "num_owner_rrefs": str(sum(map(bool, shared))),
+        "num_forks": str(sum(map(len, shared))),
+        "num_pending_users": str(len(table.pending)),
+        "num_pending_futures": "0",
+    }
