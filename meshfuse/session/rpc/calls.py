@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError, caller_line, error_text, shown, user_error
-from ..errors import SessionError, describe, rebuild
+from ..errors import SessionError, WorkerTimeout, describe, rebuild
 from ..listener import log
 from ..messages import DONE
 from ..pickling import Tracked, dumps, loads
@@ -24,6 +24,8 @@ from .contexts import Contexts, Message, Told, arrived, written
 from .functions import ASYNC
 from .members import FOREVER, WorkerInfo
 from .rref import Id, Job, RRef, Table, add, set_peer
+
+_PATIENCE = 10.0  # Seconds in which a worker that lives answers.
 
 
 class _Sending(threading.local):
@@ -82,6 +84,7 @@ class Calls:
         self._sending = _Sending()
         set_peer(self)
         self.table.serve(self._send_jobs)
+        agent.members.ask = self._ask
         agent.server = self
 
     # Calls
@@ -253,6 +256,11 @@ class Calls:
         with contextlib.suppress(SessionError):
             self.internal(rref._owner, add, rref._id, rref._fork)
             rref.confirm()
+
+    def _ask(self, rank: int) -> None:
+        """Wait for a peer to answer; a busy one may take its time. Raises WorkerLost."""
+        with contextlib.suppress(WorkerTimeout):
+            self.internal(rank, _do, [], limit=_PATIENCE)
 
     def internal(self, to: int, function: Any, *args: Any, limit: float | None = None) -> Any:
         """A call of `rpc`'s own, outside of any context."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from ...runtime.store import await_keys, text_there
 from ..errors import WorkerLost, WorkerTimeout
 
 FOREVER = 1e6  # Seconds; poll takes at most 2³¹ milliseconds.
+ASK_AGAIN = 5.0  # Seconds between questions to workers of other machines whether they live.
 _NAME = re.compile("[A-Za-z0-9_:-]{1,127}")
 
 
@@ -68,6 +70,9 @@ class Members:
         self.me, self.store, self.size = me, store, size
         self._known: dict[int, Member] = {}
         self._named: dict[str, Member] = {}
+        # Asks a peer for an answer, and raises WorkerLost where it is gone.
+        self.ask: Callable[[int], None] = lambda rank: None
+        self._asked = 0.0
 
     def _add(self, member: Member) -> None:
         self._drop(member.info.id)
@@ -121,11 +126,18 @@ class Members:
 
     def _check(self, what: str, keys: Sequence[str]) -> None:
         """Raises WorkerLost where a peer that has not come yet never will."""
-        for rank, member in self._known.items():
-            is_dead = state_of(member.process) == GONE
-            if (is_dead or self.store.check([_gone(rank)])) and not self.store.check([keys[rank]]):
-                ended = "its process has ended" if is_dead else "it has left the group"
+        missing = [member for rank, member in self._known.items() if not self.store.check([keys[rank]])]
+        elsewhere = []
+        for member in missing:
+            rank, state = member.info.id, state_of(member.process)
+            if state == GONE or self.store.check([_gone(rank)]):
+                ended = "its process has ended" if state == GONE else "it has left the group"
                 raise self.lost(rank, f"{ended} before it came to {what}")
+            elsewhere += [rank] if state is None else []
+        if elsewhere and time.monotonic() - self._asked > ASK_AGAIN:
+            for rank in elsewhere:
+                self.ask(rank)
+            self._asked = time.monotonic()
 
     def lost(self, rank: int, how: str) -> WorkerLost:
         """The error that a peer is gone."""
