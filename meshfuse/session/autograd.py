@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import marshal
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, caller_line, shown, user_error
+from .errors import WrongType, of_backward
 from .rpc.calls import Calls, calls, provide_backward
-from .rpc.contexts import Context, Message, leaves_of, reachable, sources
+from .rpc.contexts import Context, Message, added, leaves_of, reachable, sources
 from .rpc.rref import DROP
 from .session_autograd import Gradients, SessionContext
 
@@ -108,8 +110,8 @@ def backward(
         context_id.backward(roots, retain_graph, worker)
         return
     part = calls()
-    found = part.contexts.get(context_id)
     _check_roots(roots)
+    found = part.contexts.get(context_id)
     with found.lock:
         edges = reachable(found.edges, own := sources(found, list(roots)))
     plan = _Plan((part.me.id, next(_numbers)), retain_graph, {**edges, _ROOT: own})
@@ -150,15 +152,25 @@ class _inside:
 
 
 def _check_roots(roots: Any) -> None:
-    if not isinstance(roots, (list, tuple)) or not roots:
+    """Raises ArgumentError for roots that are none, also a TypeError where they are no tensors."""
+    if not isinstance(roots, (list, tuple)) or not all(isinstance(root, torch.Tensor) for root in roots):
+        raise user_error("backward: incompatible function arguments", shown(roots), "a list of scalar tensors", "",
+                         caller_line(), WrongType)  # fmt: skip
+    if not roots:
         raise user_error("backward: No tensors provided for gradient computation", shown(roots), "a list of scalars",
                          "", caller_line(), ArgumentError)  # fmt: skip
     for root in roots:
-        if not isinstance(root, torch.Tensor) or not root.requires_grad or root.numel() != 1:
-            found = f"shape {list(root.shape)}" if isinstance(root, torch.Tensor) else shown(root)
-            found += "" if getattr(root, "requires_grad", True) else ", requires_grad not set"
-            raise user_error("a root of backward", found, "scalar tensors that require a gradient", "", caller_line(),
-                             ArgumentError)  # fmt: skip
+        if wrong := _wrong_root(root):
+            raise user_error(wrong, f"shape {list(root.shape)}", "scalar tensors that follow from ones that require a "
+                             "gradient", "", caller_line(), ArgumentError)  # fmt: skip
+
+
+def _wrong_root(root: torch.Tensor) -> str:
+    if not root.requires_grad:
+        return "requires_grad not set on a root of backward"
+    if root.numel() != 1:
+        return "a root of backward is not a scalar, all roots need to be scalar"
+    return "a root of backward does not have a valid gradient function" if root.grad_fn is None else ""
 
 
 def _run(context_id: int, plan: _Plan, message: Message, grads: Sequence[torch.Tensor | None]) -> None:
@@ -196,23 +208,44 @@ def _accumulate(
     """This worker's own part of the pass."""
     leaves = list(leaves_of([tensor for tensor, _ in pairs]))
     retain = plan.retain or len(plan.parts(calls().me.id)) > 1
-    values = torch.autograd.grad(
-        [tensor for tensor, _ in pairs], leaves, [grad for _, grad in pairs], retain_graph=retain, allow_unused=True
-    ) if leaves else ()  # fmt: skip
+    try:
+        values = torch.autograd.grad(
+            [tensor for tensor, _ in pairs], leaves, [grad for _, grad in pairs], retain_graph=retain, allow_unused=True
+        ) if leaves else ()  # fmt: skip
+    except Exception as error:
+        raise of_backward(error, calls().me.id, caller_line()) from None
     with found.lock:
         places = {id(leaf): (other, i) for other, own in found.received.items() for i, leaf in enumerate(own)}
         for other in plan.edges[message]:
             state.grads.setdefault(other, [None] * len(found.received[other]))
+        used = Counter(_memory(value) for value in values if value is not None)
         for leaf, value in zip(leaves, values, strict=True):
             if value is not None and id(leaf) in places:
                 _add(state.grads[places[id(leaf)][0]], places[id(leaf)][1], value)
             elif value is not None:
-                found.add_grad(leaf, value)
+                found.add_grad(leaf, value if used[_memory(value)] == 1 and _is_dense(value) else _copy(value))
+
+
+def _memory(value: torch.Tensor) -> int:
+    if value.layout not in (torch.strided, torch.sparse_coo):
+        return id(value)
+    return (value._values() if value.is_sparse else value).data_ptr()
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Whether no two elements of a gradient share memory, so that its owner may write to it."""
+    if value.is_sparse:
+        return value._indices().is_contiguous() and value._values().is_contiguous()
+    return value.layout != torch.strided or value.is_contiguous()
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    return value.clone(memory_format=torch.contiguous_format) if value.layout == torch.strided else value.clone()
 
 
 def _add(grads: list[torch.Tensor | None], place: int, value: torch.Tensor) -> None:
     before = grads[place]
-    grads[place] = value if before is None else before + value
+    grads[place] = value if before is None else added(before, value)
 
 
 def _release(context_id: int) -> None:
@@ -224,5 +257,40 @@ def _release(context_id: int) -> None:
 
 
 provide_backward(backward)
+
+
+# Names of torch that its own tests and some scripts use.
+
+
+def _new_context() -> Context:
+    return calls().contexts.begin()
+
+
+def _release_context(context_id: int) -> None:
+    contexts = calls().contexts
+    current = contexts.current()
+    if current is not None and current.number == context_id:
+        contexts.enter(None)
+    _release(context_id)
+
+
+def _retrieve_context(context_id: int) -> Context:
+    """The context of that number here. Raises ArgumentError where it has ended."""
+    return calls().contexts.get(context_id)
+
+
+def _current_context() -> Context:
+    """The context of this thread. Raises ArgumentError outside of one."""
+    contexts = calls().contexts
+    return contexts.current() or contexts.get(None)
+
+
+def _is_valid_context(context_id: int) -> None:
+    calls().contexts.get(context_id)
+
+
+def _get_max_id() -> int:
+    return calls().contexts.last()
+
 
 __all__ = ["backward", "context", "get_gradients"]

@@ -23,6 +23,7 @@ _TUPLE, _TENSOR, _AGAIN, _FUNCTION, _EMPTY_DICT, _OTHER = range(6)
 # Up to so many bytes of a tensor stand in the form itself.
 INLINE = 2048
 _MOST_DEPTH = 8
+_MUCH = 8192  # Bytes from which on the gaps between a tensor's elements are not sent.
 
 DTYPES = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
@@ -81,9 +82,11 @@ class Writer:
         grad = tensor.requires_grad
         if grad and self._tracked is not None:
             self._tracked.append(tensor)
-        ready = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        flat = tensor if ready else tensor.detach().resolve_conj().resolve_neg().contiguous()
-        return _TENSOR, self._raw(flat), _CODES[tensor.dtype], tuple(tensor.shape), grad
+        head = (_CODES[tensor.dtype], tuple(tensor.shape), grad)
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            return _TENSOR, self._raw(tensor), *head
+        row, strides = laid_out(tensor.detach().resolve_conj().resolve_neg())
+        return _TENSOR, self._raw(row), *head, strides
 
     def _raw(self, flat: torch.Tensor) -> Any:
         """The bytes of a tensor, or the number of the buffer that has them."""
@@ -113,11 +116,15 @@ class Reader:
             return self._tensor(*form[1:])
         if kind == _AGAIN:
             return self._tensors[form[1]]
-        return {} if kind == _EMPTY_DICT else _function(form[1], form[2])
+        return {} if kind == _EMPTY_DICT else named(form[1], form[2])
 
-    def _tensor(self, raw: Any, code: int, shape: tuple[int, ...], grad: bool) -> torch.Tensor:
+    def _tensor(
+        self, raw: Any, code: int, shape: tuple[int, ...], grad: bool, strides: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
         if type(raw) is int:
-            made = as_tensor(self._buffers[raw], DTYPES[code], shape)
+            made = as_tensor(self._buffers[raw], DTYPES[code], shape, strides)
+        elif strides is not None:
+            made = as_tensor(bytearray(raw), DTYPES[code], shape, strides)
         else:
             made = torch.empty(shape, dtype=DTYPES[code])
             ctypes.memmove(made.data_ptr(), raw, len(raw))
@@ -125,11 +132,28 @@ class Reader:
         return self._tensors[-1]
 
 
-def as_tensor(memory: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor over memory that can be written."""
+def laid_out(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+    """The memory that a tensor covers, as a row, and its strides there; None for those of a contiguous one.
+
+    Where half of much memory, or more, is not the tensor's, the row is a copy of its elements alone.
+    """
+    if tensor.is_contiguous():
+        return tensor, None
+    strides = tensor.stride()
+    covered = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    if covered * tensor.itemsize >= _MUCH and covered >= 2 * tensor.numel():
+        return tensor.contiguous(), None
+    return tensor.as_strided((covered,), (1,)), strides
+
+
+def as_tensor(
+    memory: Buffer, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] | None = None
+) -> torch.Tensor:
+    """A tensor over memory that can be written. strides: those in it, None for a contiguous tensor."""
     if not len(memory):
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    row = torch.frombuffer(memory, dtype=dtype)
+    return row.view(shape) if strides is None else row.as_strided(shape, strides)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -139,7 +163,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-def _function(module: str, name: str) -> Any:
+def named(module: str, name: str) -> Any:
+    """What a module has under a name, or a path of names; it is imported if it is not."""
     found: Any = sys.modules.get(module)
     if found is None or getattr(getattr(found, "__spec__", None), "_initializing", False):
         found = importlib.import_module(module)  # which waits for another thread that imports it

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import pickle
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ArgumentError, MeshfuseError, SourceLine, error_text
@@ -17,6 +18,9 @@ class SessionError(MeshfuseError, RuntimeError):
 
 class WorkerError(MeshfuseError):
     """A function raised on a worker. The error is an instance of the original exception's class as well.
+
+    It is a RuntimeError, too, where torch's RPC raises one in its place: for classes that cannot be made of a text
+    alone, and for all errors of a backward pass.
 
     worker: the worker that failed first. `call` is the number of the call in its session, `trace` the worker's
     traceback as text, `cause_type` the name of the original class.
@@ -34,8 +38,8 @@ class WorkerError(MeshfuseError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The class was made for one exception type and has no name that pickle could find.
-        base = getattr(type(self), "_original", None)
-        return _again, (base, self.args, self.worker, self.call, self.trace, self.cause_type, self.where)
+        base, is_runtime = getattr(type(self), "_original", None), isinstance(self, RuntimeError)
+        return _again, (base, is_runtime, self.args, self.worker, self.call, self.trace, self.cause_type, self.where)
 
 
 _OURS = {"worker", "call", "trace", "cause_type", "where", "failures"}
@@ -58,13 +62,20 @@ class Released(SessionError):
     """A worker left a collective, or skipped a call, because another worker failed."""
 
 
+class WrongType(ArgumentError, TypeError):
+    """An argument of a type that torch's RPC refuses by a TypeError."""
+
+
 class ConnectionRefused(SessionError, ConnectionError):
     """A peer did not show the token of the session, or showed another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """What a worker tells of an exception: its class and arguments, if they can be pickled, and its text."""
+    """What a worker tells of an exception: its class and arguments, if they can be pickled, and its text.
+
+    is_runtime: it is a RuntimeError, whether or not its class is one.
+    """
 
     worker: int
     call: int
@@ -73,14 +84,16 @@ class Raised:
     text: str
     trace: str
     released: bool
+    is_runtime: bool
 
 
 def describe(error: BaseException, worker: int, call: int) -> Raised:
     """An exception as a value that every process can read."""
     trace = "".join(traceback.format_exception(type(error), error, _below_ours(error))).rstrip()
     return Raised(
-        worker, call, _pickled(error), type(error).__name__, error_text(error), trace, isinstance(error, Released)
-    )
+        worker, call, _pickled(error), type(error).__name__, error_text(error), trace, isinstance(error, Released),
+        isinstance(error, RuntimeError),
+    )  # fmt: skip
 
 
 def _below_ours(error: BaseException) -> Any:
@@ -112,10 +125,13 @@ def rebuild(raised: Raised, where: SourceLine | None, what: str) -> WorkerError:
     The original class' constructor is not called.
     """
     base, args, attributes = _original(raised.kind)
-    error = _make(base, args)
+    is_made_of_text = base is None or _takes_a_text(base)
+    error = _make(base, raised.is_runtime or not is_made_of_text, args)
     error.__dict__.update(attributes)
     error.worker, error.call, error.cause_type = raised.worker, raised.call, raised.name
     head = f"worker {raised.worker} raised {raised.text}, in call {raised.call}, {what}"
+    if not is_made_of_text:
+        head += f". Original exception on remote side was {raised.text}"
     error.trace = f"{head}\n{raised.trace}"
     error.where, error.failures = where, {}
     return error
@@ -130,24 +146,46 @@ def _original(kind: bytes | None) -> tuple[type[BaseException] | None, tuple[Any
         return None, (), {}
 
 
-def _make(base: type[BaseException] | None, args: tuple[Any, ...]) -> WorkerError:
-    cls = WorkerError if base is None else _class_of(base)
-    error = cls.__new__(cls) if cls is WorkerError or base is None else base.__new__(cls)
+def of_backward(error: BaseException, worker: int, where: SourceLine | None) -> WorkerError:
+    """An error of one worker's part of a backward pass, which names that worker."""
+    text = error_text(error).removeprefix(f"{type(error).__name__}: ")
+    raised = replace(describe(error, worker, 0), is_runtime=True)
+    return rebuild(raised, where, f"in a backward pass. Error on Node {worker}: {text}")
+
+
+@functools.lru_cache(maxsize=256)
+def _takes_a_text(base: type[BaseException]) -> bool:
+    """Whether an exception's class can be called with a text alone."""
+    try:
+        inspect.signature(base).bind("text")
+    except ValueError:  # a class of C, which does not say what it takes
+        return True
+    except TypeError:
+        return False
+    return True
+
+
+def _make(base: type[BaseException] | None, is_runtime: bool, args: tuple[Any, ...]) -> WorkerError:
+    cls = _class_of(base or WorkerError, is_runtime)
+    original = getattr(cls, "_original", None)
+    error = cls.__new__(cls) if original is None else original.__new__(cls)
     assert isinstance(error, WorkerError)
     error.args = args
     return error
 
 
 @functools.lru_cache(maxsize=256)
-def _class_of(base: type[BaseException]) -> type[WorkerError]:
-    """A class that `except WorkerError` and `except base` both catch."""
-    if issubclass(base, WorkerError):
-        return WorkerError
+def _class_of(base: type[BaseException], is_runtime: bool) -> type[WorkerError]:
+    """A class that `except WorkerError` and `except base` both catch; and `except RuntimeError`, if it is one."""
     # Interrupts and exits of a worker must not end the controller.
-    if not issubclass(base, Exception):
-        return WorkerError
+    if issubclass(base, WorkerError) or not issubclass(base, Exception):
+        if not is_runtime:
+            return WorkerError
+        base = RuntimeError
+    bases = (base, RuntimeError) if is_runtime and not issubclass(base, RuntimeError) else (base,)
+    bases = (RuntimeError,) if bases == (Exception, RuntimeError) else bases
     try:
-        made = type(base.__name__, (WorkerError, base), {"__module__": base.__module__, "_original": base})
+        made = type(base.__name__, (WorkerError, *bases), {"__module__": base.__module__, "_original": base})
         base.__new__(made)
     except TypeError:  # classes that cannot have subclasses, or whose instances only they can make
         return WorkerError
@@ -155,10 +193,10 @@ def _class_of(base: type[BaseException]) -> type[WorkerError]:
 
 
 def _again(
-    base: type[BaseException] | None, args: tuple[Any, ...], worker: int, call: int, trace: str, name: str,
-    where: SourceLine | None,
+    base: type[BaseException] | None, is_runtime: bool, args: tuple[Any, ...], worker: int, call: int, trace: str,
+    name: str, where: SourceLine | None,
 ) -> WorkerError:  # fmt: skip
-    error = _make(base, args)
+    error = _make(base, is_runtime, args)
     error.worker, error.call, error.trace, error.cause_type, error.where = worker, call, trace, name, where
     error.failures = {}
     return error
@@ -166,5 +204,5 @@ def _again(
 
 __all__ = [
     "ArgumentError", "ConnectionRefused", "Raised", "Released", "SessionError", "WorkerError", "WorkerLost",
-    "WorkerTimeout", "describe", "rebuild",
+    "WorkerTimeout", "WrongType", "describe", "of_backward", "rebuild",
 ]  # fmt: skip

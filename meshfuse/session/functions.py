@@ -16,8 +16,8 @@ from typing import Any
 _LOCAL_MODULES = ("__main__", "__mp_main__")
 
 
-def is_importable(function: types.FunctionType, main_is_shared: bool = False) -> bool:
-    """Whether another process finds the function under its module and name.
+def is_importable(function: types.FunctionType, main_is_shared: bool = False, of: Any = None) -> bool:
+    """Whether another process finds the function, or the object `of` that was made of it, under its module and name.
 
     main_is_shared: both processes run the same script.
     """
@@ -27,7 +27,7 @@ def is_importable(function: types.FunctionType, main_is_shared: bool = False) ->
     found: Any = sys.modules.get(module)
     for part in function.__qualname__.split("."):
         found = getattr(found, part, None)
-    return found is function
+    return found is (function if of is None else of)
 
 
 def reduce_function(function: types.FunctionType, main_is_shared: bool = False) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .compact import INLINE, Buffer, NotCompact, Reader, Writer, as_tensor, bytes_of
+from .compact import INLINE, Buffer, NotCompact, Reader, Writer, as_tensor, bytes_of, laid_out, named
 from .functions import is_importable, reduce_function
 
 
@@ -58,6 +58,9 @@ class _Received(torch.autograd.Function):
         return grads[0]
 
 
+_SCRIPTED = (torch.jit.ScriptFunction, torch.jit.ScriptModule)
+
+
 class _Pickler(pickle.Pickler):
     main_is_shared = False
 
@@ -67,6 +70,8 @@ class _Pickler(pickle.Pickler):
             return _reduce_tensor(obj)
         if kind is types.FunctionType and not is_importable(obj, self.main_is_shared):
             return reduce_function(obj, self.main_is_shared)
+        if isinstance(obj, _SCRIPTED):
+            return _reduce_script(obj)
         return NotImplemented
 
 
@@ -134,23 +139,44 @@ def copies(buffers: Sequence[Buffer]) -> list[Buffer]:
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
     data = tensor.detach()
-    if data.layout != torch.strided or data.is_quantized or data.is_meta:
-        return NotImplemented  # torch's own pickle, inside of the payload
-    flat = data.resolve_conj().resolve_neg().to("cpu").contiguous().view(-1)
-    device = None if tensor.is_cpu else str(tensor.device)
     kind = (type(tensor) is torch.nn.Parameter, tensor.requires_grad)
+    by_torch = data.layout != torch.strided or data.is_quantized or data.is_meta
+    if by_torch and not any(kind):
+        return NotImplemented  # torch's own pickle, inside of the payload
     if _tracking.sent is not None and tensor.requires_grad:
         _tracking.sent.append(tensor)
         kind = (False, True)
-    raw = pickle.PickleBuffer(bytes_of(flat)) if flat.nbytes else b""
-    return _tensor, (raw, tensor.dtype, tuple(tensor.shape), device, kind)
+    if by_torch:
+        return _as_kind, (data, kind)
+    row, strides = laid_out(data.resolve_conj().resolve_neg().to("cpu"))
+    device = None if tensor.is_cpu else str(tensor.device)
+    raw = pickle.PickleBuffer(bytes_of(row)) if row.nbytes else b""
+    return _tensor, (raw, tensor.dtype, tuple(tensor.shape), device, kind, strides)
 
 
 def _tensor(
-    raw: Any, dtype: torch.dtype, shape: tuple[int, ...], device: str | None, kind: tuple[bool, bool]
-) -> torch.Tensor:
-    made = as_tensor(bytearray(raw) if isinstance(raw, bytes) else raw, dtype, shape)
-    if device is not None:
-        made = made.to(device)
+    raw: Any, dtype: torch.dtype, shape: tuple[int, ...], device: str | None, kind: tuple[bool, bool],
+    strides: tuple[int, ...] | None,
+) -> torch.Tensor:  # fmt: skip
+    made = as_tensor(bytearray(raw) if isinstance(raw, bytes) else raw, dtype, shape, strides)
+    return _as_kind(made if device is None else made.to(device), kind)
+
+
+def _as_kind(made: torch.Tensor, kind: tuple[bool, bool]) -> torch.Tensor:
+    """A tensor that has been read, as the one that was sent: whether it is a parameter, and requires a gradient."""
     is_parameter, requires_grad = kind
     return torch.nn.Parameter(made, requires_grad) if is_parameter else _finished(made, requires_grad)
+
+
+def _reduce_script(scripted: Any) -> Any:
+    """TorchScript: a function that the other side has in the same module goes by its name, else by value."""
+    source = getattr(scripted, "_torchdynamo_inline", None)  # the function that was compiled
+    if source is not None and is_importable(source, of=scripted):
+        return named, (source.__module__, source.__qualname__)
+    file = io.BytesIO()
+    torch.jit.save(scripted, file)
+    return _load_script, (file.getvalue(),)
+
+
+def _load_script(saved: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(saved))

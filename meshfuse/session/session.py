@@ -27,7 +27,7 @@ from .handshake import TOKEN, token_of
 from .nodes import Nodes
 from .profile import Profile
 from .remote_module import RemoteModule, load_module
-from .rpc import start as rpc_start
+from .rpc import api as rpc_api
 
 
 class Session(Controller):
@@ -158,7 +158,7 @@ class Session(Controller):
                              caller_line(), ArgumentError)  # fmt: skip
         self._rpc_groups += 1
         limit = self.timeout if timeout is None else timeout
-        self._call(rpc_start.join, (secrets.token_hex(32), limit, self._rpc_groups), {}, "init_rpc")
+        self._call(rpc_api.join, (secrets.token_hex(32), limit, self._rpc_groups), {}, "init_rpc")
         self.sync()
 
     def profile(self, path: str | os.PathLike[str] = "session.json") -> Profile:

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import ArgumentError, shown, user_error
 from .executor import current
-from .rpc.contexts import leaves_of
+from .rpc.contexts import added, leaves_of
 
 Adjoint = Callable[[Any], Any]
 
@@ -40,7 +40,7 @@ class Tape:
 
     def add_grad(self, leaf: torch.Tensor, grad: torch.Tensor) -> None:
         """Accumulate a gradient."""
-        self.grads[leaf] = self.grads[leaf] + grad if leaf in self.grads else grad
+        self.grads[leaf] = added(self.grads[leaf], grad) if leaf in self.grads else grad
 
 
 def begin(number: int) -> None:

@@ -162,7 +162,7 @@ def test_time_limits() -> None:
     (lambda: rpc.rpc_sync(1, "add"), "rpc: found 'add', needed a function"),
     (lambda: rpc.rpc_sync(1, add, (1,), timeout=-3), "rpc: timeout: found -3, needed seconds"),
     (lambda: pickle.dumps(rpc.RRef(1)), "an RRef cannot be pickled"),
-    (lambda: rpc.remote(1, add, (1,)).local_value(), "local_value: found a reference on worker0"),
+    (lambda: rpc.remote(1, add, (1,)).local_value(), "localValue.* on user .*: found a reference on worker0"),
 ])  # fmt: skip
 def test_wrong_arguments(call, text: str) -> None:
     with pytest.raises(ArgumentError, match=text):
@@ -290,7 +290,8 @@ def test_an_error_in_a_backward_pass_arrives() -> None:
 
 @pytest.mark.parametrize(("roots", "text"), [
     ([], "No tensors provided for gradient computation"), ([torch.ones(1)], "requires_grad not set"),
-    ([torch.ones(3, requires_grad=True)], r"found shape \[3\], needed scalar tensors"),
+    ([torch.ones(3, requires_grad=True)], r"not a scalar.* found shape \[3\], needed scalar tensors"),
+    ([torch.ones(1, requires_grad=True)], "does not have a valid gradient function"), (None, "incompatible function"),
 ])  # fmt: skip
 def test_wrong_roots(roots: list, text: str) -> None:
     with autograd.context() as context, pytest.raises(ArgumentError, match=text):
@@ -326,6 +327,7 @@ SCRIPT = """
     import os, signal, sys, time
     import meshfuse.session as di
     from meshfuse.session import rpc
+    from meshfuse.session.rpc import members
 
     SHARED = []
 
@@ -333,16 +335,45 @@ SCRIPT = """
         SHARED.append(x)
         return len(SHARED)
 
+    def only_on_rank_0():
+        pass
+
     if __name__ == "__main__":
         rank = int(os.environ["RANK"])
+        if rank:
+            del only_on_rank_0
         for round in range(2):
             rpc.init_rpc(f"peer{rank}")
             if rank == 0:
                 assert rpc.rpc_sync("peer1", note, (1,)) == 1 + 2 * round
                 assert rpc.rpc_sync("peer1", lambda: note(2)) == 2 + 2 * round
                 kept = rpc.remote("peer2", note, (1,))
+                try:
+                    rpc.rpc_sync("peer2", only_on_rank_0)
+                except RuntimeError as error:
+                    assert "RPC pickler does not serialize" in str(error) and "peer2" in str(error), error
+                    print("missing")
+            # Whoever comes to shutdown serves the others for as long as these take.
+            rpc._set_rpc_timeout(0.3)
+            if rank == 0:
+                time.sleep(1.0)
+                assert rpc.rpc_sync("peer1", min, (1, 2), timeout=20) == 1
             rpc.shutdown()
         rpc.init_rpc(f"peer{rank}")
+        while rank < 2 and not os.path.exists("late"):
+            time.sleep(0.01)
+        try:
+            rpc.shutdown(timeout=0.1 if rank == 2 else 20)
+        except di.WorkerTimeout as error:
+            assert "did not come to leaving: found none of ranks 0, 1 within 0.1 s" in str(error), error
+            open("late", "w").close()
+            print("late")
+        except di.WorkerLost as error:
+            assert "peer2 (rank 2) is gone: it has left the group before it came to" in str(error), error
+            print("alone")
+        rpc.init_rpc(f"peer{rank}")
+        if rank == 2:  # It sees the others as a worker of another machine does, which knows of no processes here.
+            members.state_of, members.ASK_AGAIN = lambda process: None, 0.1
         if rank == 0:
             pid = rpc.rpc_sync(1, os.getpid)
             waiting = rpc.rpc_async("peer1", time.sleep, (30,))
@@ -357,7 +388,8 @@ SCRIPT = """
         try:
             rpc.shutdown()
         except di.WorkerLost as error:
-            print("left", "peer1 (rank 1) is gone: its process has ended" in str(error) or error)
+            how = "its process has ended" if rank == 0 else ""
+            print("left", f"peer1 (rank 1) is gone: {how}" in str(error) or error)
 """
 
 
@@ -369,18 +401,19 @@ def test_a_script_of_ranks_twice_and_with_a_killed_peer(tmp_path: Path) -> None:
     base = {**os.environ, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             "PYTHONPATH": os.getcwd(), "TORCH_CPP_LOG_LEVEL": "ERROR"}  # fmt: skip
     ranks = [
-        subprocess.Popen([sys.executable, str(script)], env={**base, "RANK": str(rank)}, text=True,
+        subprocess.Popen([sys.executable, str(script)], env={**base, "RANK": str(rank)}, text=True, cwd=tmp_path,
                          stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for rank in range(3)
     ]  # fmt: skip
     outputs = [rank.communicate(timeout=120) for rank in ranks]
-    assert outputs[0][0].split() == ["named", "left", "True"], outputs
-    assert outputs[2][0].split() == ["left", "True"], outputs
+    assert outputs[0][0].split() == ["missing", "missing", "alone", "named", "left", "True"], outputs
+    assert outputs[2][1].count("rpc: on peer2 a call of peer0 raised ArgumentError: a call names what is not") == 2
+    assert outputs[2][0].split() == ["late", "left", "True"], outputs
     assert [rank.returncode for rank in ranks] == [0, -signal.SIGKILL, 0]
 
 
 def test_without_a_group(threaded: di.Session) -> None:
     with pytest.raises(ArgumentError, match="init_rpc: found workers that are threads"):
         threaded.init_rpc()
-    with pytest.raises(di.SessionError, match="rpc is initialized already"):
+    with pytest.raises(di.SessionError, match="RPC is already initialized"):
         rpc.init_rpc("again", rank=0, world_size=1)

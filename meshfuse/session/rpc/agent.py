@@ -8,41 +8,31 @@ again.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
-from ...errors import ArgumentError, caller_line, shown, user_error
-from ...runtime.processes import GONE, identity_of, machine, state_of
-from ...runtime.store import await_keys
-from ..errors import Raised, SessionError, WorkerError, WorkerLost, WorkerTimeout, describe, rebuild
+from ...errors import caller_line
+from ...runtime.processes import identity_of, machine
+from ..errors import Raised, SessionError, WorkerError, WorkerTimeout, describe, rebuild
 from ..listener import Listener, connect
 from ..messages import DONE, FAILED
 from ..nodes import Greeting, version
 from ..pickling import dumps, loads
 from ..wire import Closed, Connection, Frame, Late, Waiter
+from .members import FOREVER, Member, Members
 
 REQUEST = 60
 _ROLE = "rpc"
 # Calls that are under way at a time, of those that were issued without waiting.
 _MOST_ASYNC = 64
-FOREVER = 1e6  # Seconds; poll takes at most 2³¹ milliseconds.
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """A peer: its name, and its rank (as `id`)."""
-
-    name: str
-    id: int
 
 
 class Protocols(Protocol):
@@ -57,20 +47,17 @@ class Pooled:
 
     connection: Connection
     waiter: Waiter
+    peer: Member
 
 
 class Agent:
     """This process' connections to its peers, and theirs to it. is_spmd: all peers run the same script."""
 
-    def __init__(
-        self, name: str, rank: int, size: int, limit: float, store: dist.Store, host: str, token: str,
-        is_spmd: bool = True,
-    ):  # fmt: skip
-        self.is_spmd = is_spmd
-        self._processes: dict[int, str] = {}
-        self.me, self.size, self.limit, self.store, self.token = WorkerInfo(name, rank), size, limit, store, token
+    def __init__(self, members: Members, limit: float, host: str, token: str, is_spmd: bool = True):
+        self.members, self.me, self.limit, self.token, self.is_spmd = members, members.me, limit, token, is_spmd
+        self._place = _place()
         self.server: Protocols | None = None
-        self._pools: dict[int, list[Pooled]] = {rank: [] for rank in range(size)}
+        self._pools: dict[Member, list[Pooled]] = defaultdict(list)
         self._served: set[Connection] = set()
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_MOST_ASYNC, "meshfuse-rpc")
@@ -78,45 +65,20 @@ class Agent:
         self._idle = threading.Condition(self._lock)
         self.is_closed = False
         self._listener = Listener(host, 0, token, self._welcome, local=True)
-        self.peers, self._addresses = self._meet()
-        self.by_name = {peer.name: peer for peer in self.peers}
-
-    def _meet(self) -> tuple[list[WorkerInfo], list[tuple[str, int, str]]]:
-        """Tell the others where this one is, and learn the same of them."""
-        listener, place = self._listener, _place()
-        mine = [self.me.name, listener.host, listener.port, listener.local_name, place, identity_of(os.getpid())]
-        found = [json.loads(text) for text in self.exchange("peers", json.dumps(mine))]
-        names = [name for name, *_ in found]
-        self._processes = {rank: process for rank, (*_, process) in enumerate(found)}
-        if len(set(names)) != len(names):
-            self._listener.close()
-            raise user_error(
-                "init_rpc: names of workers", f"{names}", "a name of its own for each", "", caller_line(), ArgumentError
-            )
-        addresses = [(host, port, local if there == place else "") for _, host, port, local, there, _ in found]
-        return [WorkerInfo(name, rank) for rank, name in enumerate(names)], addresses
-
-    def exchange(self, what: str, text: str) -> list[str]:
-        """What each peer says under this name; all of them call this."""
-        keys = [f"{what}/{rank}" for rank in range(self.size)]
         try:
-            self.store.set(keys[self.me.id], text)
-            missing = await_keys(self.store, keys, self.limit or FOREVER, lambda: self._check(what, keys))
-            if not missing:
-                return [self.store.get(key).decode() for key in keys]
-        except dist.DistError as error:
-            raise self._lost(0, f"its store does not answer ({error})") from None
-        ranks = ", ".join(key.rpartition("/")[2] for key in missing)
-        raise WorkerTimeout(
-            f"rpc workers did not come to {what}: found none of ranks {ranks} within {self.limit:g} s, needed all "
-            f"{self.size}", caller_line(),
-        )  # fmt: skip
+            members.meet(self._own(), limit)
+        except BaseException:
+            self._listener.close()
+            raise
 
-    def _check(self, what: str, keys: list[str]) -> None:
-        """Raises WorkerLost where a peer that has not come yet never will."""
-        for rank, process in self._processes.items():
-            if state_of(process) == GONE and not self.store.check([keys[rank]]):
-                raise self._lost(rank, f"its process has ended before it came to {what}")
+    def _own(self) -> Member:
+        listener = self._listener
+        local, process = listener.local_name, identity_of(os.getpid())
+        return Member(self.me, listener.host, listener.port, local, self._place, process)
+
+    def exchange(self, what: str, text: str, limit: float | None = None) -> list[str]:
+        """What each peer says under this name; all of them call this. limit: seconds, those of a call if not given."""
+        return self.members.exchange(what, text, self.limit if limit is None else limit)
 
     def _welcome(self, connection: Connection, greeting: Any) -> None:
         if not isinstance(greeting, Greeting) or greeting.role != _ROLE or greeting.version != version():
@@ -145,17 +107,6 @@ class Agent:
             with self._lock:
                 self._served.discard(connection)
 
-    def find(self, to: Any) -> WorkerInfo:
-        """The peer of that name, rank or WorkerInfo. Raises ArgumentError for others."""
-        if isinstance(to, WorkerInfo):
-            return self.peers[to.id]
-        if isinstance(to, str) and to in self.by_name:
-            return self.by_name[to]
-        if isinstance(to, int) and 0 <= to < self.size:
-            return self.peers[to]
-        raise user_error("no such rpc worker", shown(to), f"one of {', '.join(self.by_name)}", "", caller_line(),
-                         ArgumentError)  # fmt: skip
-
     def request(self, to: int, frame: Frame, limit: float) -> Frame:
         """Send a request and wait for its answer: for `limit` seconds (0: for ever), then raise WorkerTimeout."""
         return self.finish(to, self.begin(to, frame), limit)
@@ -167,7 +118,7 @@ class Agent:
             pooled.connection.send(frame)
         except Closed as error:
             pooled.connection.close()
-            raise self._lost(to, str(error)) from None
+            raise self.members.lost(to, str(error)) from None
         return pooled
 
     def finish(self, to: int, pooled: Pooled, limit: float) -> Frame:
@@ -180,38 +131,35 @@ class Agent:
             raise self._late(to, limit) from None
         except Closed as error:
             pooled.connection.close()
-            raise self._lost(to, str(error)) from None
+            raise self.members.lost(to, str(error)) from None
         except BaseException:
             pooled.connection.close()
             raise
-        self._pools[to].append(pooled)
+        self._pools[pooled.peer].append(pooled)
         return answer
 
     def _take(self, to: int) -> Pooled:
         if self.is_closed:
             raise SessionError("rpc has been shut down: call init_rpc first", caller_line())
+        there = self.members.member(to)
         try:
-            return self._pools[to].pop()
+            return self._pools[there].pop()
         except IndexError:
             pass
         try:
-            host, port, local = self._addresses[to]
-            connection = connect((host, port), self.token, Greeting(_ROLE, self.me.id, version()), 30.0, local)
+            local = there.local_name if there.place == self._place else ""
+            greeting = Greeting(_ROLE, self.me.id, version())
+            connection = connect((there.host, there.port), self.token, greeting, 30.0, local)
         except OSError as error:
-            raise self._lost(to, str(error)) from None
-        return Pooled(connection, Waiter(connection))
+            raise self.members.lost(to, str(error)) from None
+        return Pooled(connection, Waiter(connection), there)
 
     def _late(self, to: int, limit: float) -> WorkerTimeout:
+        name = self.members.member(to).info.name
         error = WorkerTimeout(
-            f"RPC ran for more than set timeout: {self.peers[to].name} did not answer within {limit:g} s", caller_line()
+            f"RPC ran for more than set timeout: {name} did not answer within {limit:g} s", caller_line()
         )
         error.workers = (to,)
-        return error
-
-    def _lost(self, to: int, how: str) -> WorkerLost:
-        name = f"{self.peers[to].name} (rank {to})" if self._processes else f"of rank {to}"
-        error = WorkerLost(f"rpc worker {name} is gone: {how}", caller_line())
-        error.worker, error.how = to, how
         return error
 
     def submit(self, action: Callable[[], Any]) -> torch.futures.Future[Any]:

@@ -12,15 +12,20 @@ from typing import Any
 
 import torch
 
-from ...errors import ArgumentError, caller_line, shown, user_error
-from ..errors import SessionError, describe, rebuild
+from ...errors import ArgumentError, caller_line, error_text, shown, user_error
+from ..errors import SessionError, WorkerTimeout, describe, rebuild
+from ..listener import log
 from ..messages import DONE
 from ..pickling import Tracked, dumps, loads
 from ..wire import Frame
-from .agent import FOREVER, REQUEST, Agent, WorkerInfo, fail, failure_frame, raise_failure
+from .agent import REQUEST, Agent, fail, failure_frame, raise_failure
+from .constants import UNSET_RPC_TIMEOUT
 from .contexts import Contexts, Message, Told, arrived, written
 from .functions import ASYNC
-from .rref import Id, Job, RRef, Table, set_peer
+from .members import FOREVER, WorkerInfo
+from .rref import Id, Job, RRef, Table, add, set_peer
+
+_PATIENCE = 10.0  # Seconds in which a worker that lives answers.
 
 
 class _Sending(threading.local):
@@ -75,10 +80,11 @@ class Calls:
 
     def __init__(self, agent: Agent):
         self.agent, self.table, self.contexts = agent, Table(), Contexts(agent.me.id)
-        self._numbers = itertools.count(1)
+        self._numbers, self._ids = itertools.count(1), itertools.count()
         self._sending = _Sending()
         set_peer(self)
         self.table.serve(self._send_jobs)
+        agent.members.ask = self._ask
         agent.server = self
 
     # Calls
@@ -109,13 +115,14 @@ class Calls:
     def _checked(self, to: Any, function: Any, timeout: Any) -> WorkerInfo:
         if not callable(function):
             raise user_error("rpc", shown(function), "a function", "", caller_line(), ArgumentError)
-        if timeout is not None and (not isinstance(timeout, (int, float)) or (timeout < 0 and timeout != -1)):
+        is_limit = isinstance(timeout, (int, float)) and (timeout >= 0 or timeout == UNSET_RPC_TIMEOUT)
+        if timeout is not None and not is_limit:
             raise user_error("rpc: timeout", shown(timeout), "seconds, or 0 for no limit", "", caller_line(),
                              ArgumentError)  # fmt: skip
-        return self.agent.find(to)
+        return self.agent.members.find(to)
 
     def _limit(self, timeout: float | None) -> float:
-        return self.agent.limit if timeout is None or timeout == -1 else timeout
+        return self.agent.limit if timeout is None or timeout == UNSET_RPC_TIMEOUT else timeout
 
     def _prepare(
         self, peer: WorkerInfo, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], limit: float
@@ -169,7 +176,7 @@ class Calls:
         """Do what a request says; the answer."""
         before = self.contexts.enter(None)
         try:
-            (function, args, kwargs), number = self.read(frame, None)
+            (function, args, kwargs), number = self._read_call(frame)
             self.contexts.enter(number)
             result = function(*args, **kwargs)
             if getattr(function, ASYNC, False):
@@ -181,9 +188,26 @@ class Calls:
             head = marshal.dumps((None, told))
             return Frame(DONE, len(head), frame.number, head + payload, buffers)
         except BaseException as error:
+            self._note_failure(error, peer)
             return failure_frame(error, self.me.id, frame.number)
         finally:
             self.contexts.enter(before)
+
+    def _read_call(self, frame: Frame) -> tuple[Any, int | None]:
+        """What a request says. ArgumentError where it names what this process does not have."""
+        try:
+            return self.read(frame, None)
+        except (AttributeError, ImportError) as error:
+            raise user_error(
+                "a call names what is not here: the RPC pickler does not serialize what a module has under its name",
+                f"{error_text(error)}, on {self.me.name}", "the same modules as the caller has", "", caller_line(),
+                ArgumentError,
+            ) from error  # fmt: skip
+
+    def _note_failure(self, error: BaseException, peer: int) -> None:
+        """Ranks of a script say on their side, too, what has failed there; a session's controller tells its user."""
+        if self.agent.is_spmd:
+            log.warning("rpc: on %s a call of %s raised %s", self.me.name, self.peer(peer).name, error_text(error))
 
     # References
 
@@ -194,11 +218,11 @@ class Calls:
 
     def peer(self, rank: int) -> WorkerInfo:
         """The peer of that rank."""
-        return self.agent.peers[rank]
+        return self.agent.members.member(rank).info
 
     def new_id(self) -> Id:
         """A number that no other worker gives."""
-        return self.me.id, next(self._numbers)
+        return self.me.id, next(self._ids)
 
     def is_sending(self) -> bool:
         """Whether this thread is writing a message."""
@@ -227,11 +251,22 @@ class Calls:
         elif not self.agent.is_closed:
             self.internal(rank, _do, list(jobs))
 
+    def tell_owner(self, rref: RRef[Any]) -> None:
+        """Let the owner know of a reference now; nothing happens where the owner is gone."""
+        with contextlib.suppress(SessionError):
+            self.internal(rref._owner, add, rref._id, rref._fork)
+            rref.confirm()
+
+    def _ask(self, rank: int) -> None:
+        """Wait for a peer to answer; a busy one may take its time. Raises WorkerLost."""
+        with contextlib.suppress(WorkerTimeout):
+            self.internal(rank, _do, [], limit=_PATIENCE)
+
     def internal(self, to: int, function: Any, *args: Any, limit: float | None = None) -> Any:
         """A call of `rpc`'s own, outside of any context."""
         before = self.contexts.enter(None)
         try:
-            return self._prepare(self.agent.peers[to], function, args, {}, self._limit(limit))()
+            return self._prepare(self.peer(to), function, args, {}, self._limit(limit))()
         finally:
             self.contexts.enter(before)
 
@@ -240,9 +275,7 @@ class Calls:
         before = self.contexts.enter(None)
         try:
             limit = self._limit(None)
-            started = [
-                self._prepare(self.agent.peers[to], function, args, {}, limit).begin() for to, function, args in jobs
-            ]
+            started = [self._prepare(self.peer(to), function, args, {}, limit).begin() for to, function, args in jobs]
             for call in started:
                 call.finish()
         finally:
@@ -252,17 +285,26 @@ class Calls:
         """The value of a reference."""
         if rref.is_owner():
             return self.table.entry(rref._id, self._limit(timeout) or FOREVER).value.wait()
-        created = rref._created
-        if created is not None and created.done():
-            created.wait()  # Raises what made that call fail.
+        if rref._created is not None and rref._created.done():
+            _raise_failed_creation(rref._created)
         return self.sync(rref._owner, _fetch, (rref._id, self._limit(timeout)), {}, timeout)
 
     def proxy(self, rref: RRef[Any], how: str, timeout: float | None) -> Any:
         """An object whose methods run on the owner."""
         return _Proxy(self, rref, how, timeout)
 
+    def type_of(self, rref: RRef[Any], timeout: float | None) -> torch.futures.Future[Any]:
+        """The class of a reference's value."""
+        return self.start(rref._owner, _type, (rref,), {}, timeout)
+
     def backward(self, rref: RRef[Any], context: int, retain_graph: bool) -> None:
-        """The backward pass from a reference's value."""
+        """The backward pass from a reference's value: of torch's own kind on the owner, if no context is given."""
+        if rref.is_owner():
+            _backward(rref, context, retain_graph)
+            return
+        if context == -1:
+            raise user_error("User RRefs require 'dist_autograd_ctx_id' to be specified", f"{rref} and no context",
+                             "the id of an autograd context", "", caller_line(), ArgumentError)  # fmt: skip
         self.sync(rref._owner, _backward, (rref, context, retain_graph), {}, None)
 
 
@@ -272,9 +314,14 @@ class _Proxy:
     def __init__(self, calls: Calls, rref: RRef[Any], how: str, timeout: float | None):
         self._calls, self._rref, self._timeout = calls, rref, timeout
         self._call = {"rpc_sync": calls.sync, "rpc_async": calls.start, "remote": calls.remote}[how]
+        # What `remote` starts fails later, and elsewhere: so it first asks for the method.
+        self._asks = how == "remote"
 
     def __getattr__(self, name: str) -> Any:
         def method(*args: Any, **kwargs: Any) -> Any:
+            if self._asks and name not in self._rref._methods:
+                self._calls.sync(self._rref._owner, _check_method, (self._rref, name), {}, self._timeout)
+                self._rref._methods |= {name}
             return self._call(self._rref._owner, _invoke, (self._rref, name, args, kwargs), {}, self._timeout)
 
         return method
@@ -299,17 +346,28 @@ def set_calls(calls: Calls | None) -> None:
 def calls() -> Calls:
     """This process' part in a group. Raises SessionError where init_rpc has not been called."""
     if not _calls:
-        raise SessionError("rpc is not initialized: found no group, needed rpc.init_rpc first", caller_line())
+        raise SessionError("RPC has not been initialized: found no group, needed rpc.init_rpc first", caller_line())
     return _calls[0]
 
 
 def _awaited(result: Any) -> Any:
     if not isinstance(result, torch._C.Future):
         raise user_error(
-            "a function of async_execution", shown(result), "a torch.futures.Future as its result", "",
-            caller_line(), ArgumentError,
+            "Functions decorated with @rpc.async_function must return a torch.futures.Future object, which this is not",
+            shown(result), "a torch.futures.Future as its result", "", caller_line(), ArgumentError,
         )  # fmt: skip
     return result.wait()
+
+
+def _raise_failed_creation(created: Any) -> None:
+    """Raise what made a call of `remote` fail, told as that: the owner may not have the value."""
+    try:
+        created.wait()
+    except SessionError as error:
+        error.args = (
+            f"RRef creation by rpc.remote() has failed, and its owner may not have the value: {error.args[0]}",
+        )
+        raise
 
 
 def _confirm(done: Any, made: RRef[Any] | None) -> None:
@@ -348,6 +406,14 @@ def _do(jobs: Sequence[Job]) -> None:
         function(*args)
 
 
+def _type(rref: RRef[Any]) -> type:
+    return type(rref.local_value())
+
+
+def _check_method(rref: RRef[Any], name: str) -> None:
+    getattr(rref.local_value(), name)
+
+
 def _invoke(rref: RRef[Any], name: str, args: Any, kwargs: Any) -> Any:
     result = getattr(rref.local_value(), name)(*args, **kwargs)
     method = getattr(type(rref.local_value()), name, None)
@@ -356,6 +422,9 @@ def _invoke(rref: RRef[Any], name: str, args: Any, kwargs: Any) -> Any:
 
 def _backward(rref: RRef[Any], context: int, retain_graph: bool) -> None:
     value = rref.local_value()
+    if not isinstance(value, torch.Tensor):
+        raise user_error("RRef should contain a tensor for .backward()", shown(value), "a tensor", "", caller_line(),
+                         ArgumentError)  # fmt: skip
     if context == -1:
         value.backward(retain_graph=retain_graph)
     else:

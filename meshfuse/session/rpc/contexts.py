@@ -20,6 +20,7 @@ from ..pickling import Tracked
 
 Message = tuple[int, int]  # (rank of the sender, its number there)
 Edges = dict[Message, tuple[Message, ...]]
+_RANK_BITS = 48  # The bits of a context's number above these are the rank that began it.
 
 
 @dataclass(slots=True)
@@ -43,7 +44,13 @@ class Context:
     def add_grad(self, leaf: torch.Tensor, grad: torch.Tensor) -> None:
         """Accumulate a leaf's gradient; not into its `.grad`, which other contexts would share."""
         with self.lock:
-            self.grads[leaf] = self.grads[leaf] + grad if leaf in self.grads else grad
+            self.grads[leaf] = added(self.grads[leaf], grad) if leaf in self.grads else grad
+
+    def _context_id(self) -> int:
+        return self.number
+
+    def _known_worker_ids(self) -> set[int]:
+        return self.peers - {self.number >> _RANK_BITS}
 
 
 class _Current(threading.local):
@@ -62,9 +69,9 @@ class Contexts:
     def begin(self) -> Context:
         """A new context, current in this thread. Raises ArgumentError inside of another one."""
         if self._current.number is not None:
-            raise user_error("an autograd context inside of another", shown(self._current.number), "one at a time", "",
-                             caller_line(), ArgumentError)  # fmt: skip
-        context = self.get_or_make((self._rank << 48) + next(self._numbers))
+            wrong, found = "Already have an autograd context id for this thread", shown(self._current.number)
+            raise user_error(wrong, found, "one at a time", "", caller_line(), ArgumentError)
+        context = self.get_or_make((self._rank << _RANK_BITS) + next(self._numbers))
         self._current.number = context.number
         return context
 
@@ -88,7 +95,8 @@ class Contexts:
         with self._lock:
             if number not in self._all:
                 raise user_error(
-                    "no such autograd context", shown(number), "the id of one that is open",
+                    f"Could not find autograd context with id: {shown(number)}, no such autograd context",
+                    shown(number), "the id of one that is open",
                     "Call backward and get_gradients inside of the context.", caller_line(), ArgumentError,
                 )  # fmt: skip
             return self._all[number]
@@ -102,9 +110,18 @@ class Contexts:
         """How many there are."""
         return len(self._all)
 
+    def last(self) -> int:
+        """The largest number that a context of this process can have."""
+        return (self._rank << _RANK_BITS) + (1 << _RANK_BITS) - 1
+
     def new_message(self) -> Message:
         """A number for a message of this process."""
         return self._rank, next(self._messages)
+
+
+def added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The sum of two gradients, of which either may be sparse."""
+    return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
 Told = tuple[Message, Edges]  # a message, and the edges that can be reached from it

@@ -19,7 +19,7 @@ import torch
 
 from ...errors import ArgumentError, caller_line, user_error
 from ..errors import SessionError
-from .agent import WorkerInfo
+from .members import WorkerInfo
 
 T = TypeVar("T")
 Job = tuple[Callable[..., None], tuple[Any, ...]]
@@ -43,6 +43,8 @@ class Peer(Protocol):
     def to_here(self, rref: Any, timeout: float | None) -> Any: ...
     def proxy(self, rref: Any, how: str, timeout: float | None) -> Any: ...
     def backward(self, rref: Any, context: int, retain_graph: bool) -> None: ...
+    def tell_owner(self, rref: Any) -> None: ...
+    def type_of(self, rref: Any, timeout: float | None) -> torch.futures.Future[Any]: ...
 
 
 _peer: list[Peer] = []
@@ -56,7 +58,10 @@ def set_peer(peer: Peer | None) -> None:
 def peer() -> Peer:
     """This process' part in the group. Raises SessionError where init_rpc has not been called."""
     if not _peer:
-        raise SessionError("rpc is not initialized: found no group, needed rpc.init_rpc first", caller_line())
+        raise SessionError(
+            "Current RPC agent is not set! Did you initialize the RPC framework: found no group, needed rpc.init_rpc "
+            "first", caller_line(),
+        )  # fmt: skip
     return _peer[0]
 
 
@@ -153,6 +158,8 @@ class RRef(Generic[T]):
     Pass it as an argument of `rpc` calls; it cannot be pickled otherwise.
     """
 
+    _methods: frozenset[str] = frozenset()  # of the value, as far as this reference knows
+
     def __init__(self, value: T, type_hint: Any = None):
         mine = peer()
         number = mine.new_id()
@@ -174,15 +181,20 @@ class RRef(Generic[T]):
         return made
 
     def __del__(self) -> None:
-        mine = getattr(self, "_peer", None)
-        if mine is None or not _peer or _peer[0] is not mine:
+        if not self._is_alive():
             return
+        mine = self._peer
         mine.table.users -= 1
         owner, number, fork, created = self._owner, self._id, self._fork, self._created
         if created is not None and not created.done():
             created.add_done_callback(lambda _: mine.table.later(DROP, owner, drop, number, fork))
         else:
             mine.table.later(DROP, owner, drop, number, fork)
+
+    def _is_alive(self) -> bool:
+        """Whether its group has not ended."""
+        mine = getattr(self, "_peer", None)
+        return mine is not None and bool(_peer) and _peer[0] is mine
 
     def is_owner(self) -> bool:
         """Whether the value is in this process."""
@@ -197,7 +209,9 @@ class RRef(Generic[T]):
         return self.owner().name
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner knows of this reference."""
+        """Whether the owner knows of this reference. One that came from another user is told to the owner first."""
+        if not self._confirmed and self._created is None and self._is_alive():
+            self._peer.tell_owner(self)
         return self._confirmed
 
     def confirm(self) -> None:
@@ -205,17 +219,38 @@ class RRef(Generic[T]):
         self._confirmed = True
 
     def to_here(self, timeout: float | None = None) -> T:
-        """The value, or a copy of it. Raises what its call raised."""
+        """The value, or a copy of it. Raises what its call raised, SessionError after the group has ended."""
+        if not self._is_alive():
+            raise self._deleted("Cannot call to_here() on it after deletion.")
         return self._peer.to_here(self, timeout)
+
+    def _deleted(self, what: str) -> SessionError:
+        return SessionError(f"{what} rpc has been shut down: found {self}, needed a reference of this group",
+                            caller_line())  # fmt: skip
 
     def local_value(self) -> T:
         """The value, on its owner. ArgumentError elsewhere."""
         if not self.is_owner():
+            ids = f"UserRRef(rref_id={_global(self._id)}, fork_id={_global(self._fork)})"
+            wrong = f"For {ids}, can't call localValue() on user {self._peer.me}. Call it on owner {self.owner()}"
             raise user_error(
-                "local_value", f"a reference on {self._peer.me.name}", f"one on its owner, {self.owner_name()}",
+                wrong, f"a reference on {self._peer.me.name}", f"one on its owner, {self.owner_name()}",
                 "Call to_here() for a copy.", caller_line(), ArgumentError,
             )  # fmt: skip
         return self._peer.table.entry(self._id, 60.0).value.wait()
+
+    def _get_future(self) -> torch.futures.Future[Any]:
+        """What ends once the owner has answered to the call of `remote` that made this, as torch names it."""
+        if self._created is not None:
+            return self._created
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    def _get_type(self, timeout: float | None = None, blocking: bool = True) -> Any:
+        """The class of the value, or a future of it, as torch names it."""
+        found = self._peer.type_of(self, timeout)
+        return found.wait() if blocking else found
 
     def rpc_sync(self, timeout: float | None = None) -> Any:
         """A proxy whose methods run on the owner's value and give their result."""
@@ -234,18 +269,33 @@ class RRef(Generic[T]):
         self._peer.backward(self, dist_autograd_ctx_id, retain_graph)
 
     def __reduce__(self) -> Any:
+        return receive, self._serialize()
+
+    def _serialize(self) -> tuple[Any, ...]:
+        """What makes a reference of another worker: a fork of this one. Raises where no message takes it along."""
+        if not self._is_alive():
+            raise self._deleted("Cannot call fork an UserRRef after deletion.")
         if not self._peer.is_sending():
             raise user_error(
-                "an RRef cannot be pickled", repr(self), "an argument or a result of an rpc call",
-                "Send its value: to_here().", caller_line(), ArgumentError,
+                "Can not pickle rref in python pickler, an RRef cannot be pickled", repr(self),
+                "an argument or a result of an rpc call", "Send its value: to_here().", caller_line(), ArgumentError,
             )  # fmt: skip
         fork = self._peer.new_id()
         self._peer.note_fork(self, fork)
-        return receive, (self._owner, self._id, fork, self._peer.me.id)
+        return self._owner, self._id, fork, self._peer.me.id
+
+    def __str__(self) -> str:
+        if self.is_owner():
+            return f"OwnerRRef({_global(self._id)})"
+        return f"UserRRef(RRefId = {_global(self._id)}, ForkId = {_global(self._fork)})"
 
     def __repr__(self) -> str:
         kind = "OwnerRRef" if self.is_owner() else "UserRRef"
         return f"<{kind} {self._id[0]}.{self._id[1]} on {self.owner_name()}>"
+
+
+def _global(number: Id) -> str:
+    return f"GloballyUniqueId(created_on={number[0]}, local_id={number[1]})"
 
 
 def receive(owner: int, number: Id, fork: Id, parent: int) -> RRef[Any]:

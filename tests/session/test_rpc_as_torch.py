@@ -1,0 +1,281 @@
+"""Behaviours that scripts of torch's RPC rely on, beside those of test_rpc: classes and words of errors, layouts of
+tensors, identifiers of references, whose memory gradients are. Three workers; this process is worker0.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import meshfuse.session as di
+from meshfuse.session import autograd, rpc
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[di.ProcessSession]:
+    with di.ProcessSession(3, timeout=30) as session:
+        session.init_rpc(timeout=20)
+        yield session
+        session.call(rpc.shutdown)
+        session.sync()
+
+
+class TwoPartsError(Exception):
+    """One that cannot be made of a text alone."""
+
+    def __init__(self, code: int, text: str):
+        self.code = code
+        super().__init__(text)
+
+
+def fail_in_two_parts() -> None:
+    raise TwoPartsError(3, "told")
+
+
+def fail(cls: type[Exception]) -> None:
+    raise cls("told")
+
+
+def test_an_error_that_torch_cannot_make_again_is_a_runtime_error_too() -> None:
+    with pytest.raises(RuntimeError, match="Original exception on remote side was TwoPartsError: told") as caught:
+        rpc.rpc_sync(1, fail_in_two_parts)
+    assert isinstance(caught.value, TwoPartsError) and caught.value.code == 3
+    assert isinstance(caught.value, di.WorkerError)
+    with pytest.raises(ValueError, match="told") as plain:
+        rpc.rpc_sync(1, fail, (ValueError,))
+    assert not isinstance(plain.value, RuntimeError)
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cls):
+        ctx.cls = cls
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ctx.cls("in the backward pass")
+
+
+def failing(x: torch.Tensor, cls: type[Exception]) -> torch.Tensor:
+    return _Fails.apply(x, cls)
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("cls", [Exception, ValueError, RuntimeError, KeyError])
+def test_errors_of_a_backward_pass_name_their_node(where: int, cls: type[Exception]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with autograd.context() as context:
+        y = rpc.rpc_sync(1, torch.mul, (failing(x, cls) if where == 0 else x, 2.0))
+        loss = rpc.rpc_sync(2, torch.sin, (y if where != 1 else rpc.rpc_sync(1, failing, (y, cls)),))
+        loss = loss if where != 2 else rpc.rpc_sync(2, failing, (loss, cls))
+        with pytest.raises(RuntimeError, match=f"Error on Node {where}: .*in the backward pass") as caught:
+            autograd.backward(context, [loss.sum()])
+    assert isinstance(caught.value, cls) and isinstance(caught.value, di.WorkerError)
+
+
+def stride_of(x: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
+    return x.stride(), x
+
+
+def sparse(values: list[float]) -> torch.Tensor:
+    return torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 2]], values, (2, 3), requires_grad=True)
+
+
+def sum_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.sparse.sum(x + y) if x.is_sparse and y.is_sparse else (x + y).sum()
+
+
+def test_layouts_stay_there_and_back() -> None:
+    for x in (torch.randn(5, 5).narrow(1, 2, 2), torch.randn(300, 200).t(), torch.ones(1).expand(4)):
+        there, back = rpc.rpc_sync(1, stride_of, (x,))
+        assert there == back.stride() == x.stride() and torch.equal(back, x)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_of_sparse_tensors_and_of_their_sums_with_dense_ones() -> None:
+    x, y, z = sparse([1.0, 2.0, 3.0]), sparse([4.0, 5.0, 6.0]), torch.randn(2, 3, requires_grad=True)
+
+    def loss(call) -> torch.Tensor:
+        # x is used with a sparse and with a dense tensor, in both orders of the backward pass.
+        return call(1, sum_of, (x, y)) + call(2, sum_of, (z, x)) + call(1, sum_of, (x, x)) * call(2, sum_of, (y, y))
+
+    wanted = torch.autograd.grad(loss(lambda _, function, args: function(*args)), [x, y, z])
+    with autograd.context() as context:
+        autograd.backward(context, [loss(rpc.rpc_sync)])
+        found = autograd.get_gradients(context)
+    for leaf, grad in zip((x, y, z), wanted, strict=True):
+        torch.testing.assert_close(found[leaf].to_dense(), grad.to_dense())
+
+
+class _Shared(torch.autograd.Function):
+    """Gives one and the same gradient to both arguments."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        return a + b
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad
+
+
+def test_a_gradient_is_nobody_elses_memory() -> None:
+    a, b, c = (torch.ones(2, 3, requires_grad=True) for _ in range(3))
+    with autograd.context() as context:
+        autograd.backward(context, [(_Shared.apply(a, b) * 2).sum() + c.sum()])
+        found = autograd.get_gradients(context)
+        for leaf in (a, b, c):
+            found[leaf].view(-1)[0] = 9.0
+    assert [found[leaf].flatten().tolist() for leaf in (a, b, c)] == [[9, 2, 2, 2, 2, 2], [9, 2, 2, 2, 2, 2],
+                                                                      [9, 1, 1, 1, 1, 1]]  # fmt: skip
+
+
+def is_confirmed(rref: rpc.RRef) -> bool:
+    return rref.confirmed_by_owner()
+
+
+def confirmed_elsewhere(rref: rpc.RRef) -> bool:
+    return rpc.rpc_sync(2, is_confirmed, (rref,))
+
+
+def test_a_reference_that_came_from_a_user_is_known_to_its_owner() -> None:
+    for _ in range(20):
+        rref = rpc.remote(1, torch.add, (torch.ones(2), 1))
+        assert rpc.rpc_sync(2, is_confirmed, (rref,)) and rpc.remote(2, is_confirmed, (rref,)).to_here()
+    assert rpc.rpc_sync(1, confirmed_elsewhere, (rpc.RRef(1),))
+
+
+def shared_values() -> list[str]:
+    info = rpc._rref_context_get_debug_info()
+    return [info[f"num_{what}"] for what in ("owner_rrefs", "forks", "pending_users", "pending_futures")]
+
+
+def test_counts_are_those_of_values_that_are_shared() -> None:
+    mine = rpc.RRef(1)
+    assert shared_values() == ["0", "0", "0", "0"]
+    held = rpc.rpc_sync(1, rpc.RRef, (mine,))  # a value that is a reference to another one
+    assert shared_values() == ["1", "1", "0", "0"] and rpc.rpc_sync(1, shared_values) == ["1", "1", "0", "0"]
+    del held
+    until = time.monotonic() + 10
+    while shared_values() != ["0", "0", "0", "0"] and time.monotonic() < until:
+        time.sleep(0.01)
+    assert shared_values() == ["0", "0", "0", "0"] and mine.local_value() == 1
+
+
+def test_texts_of_references_have_their_numbers() -> None:
+    mine, other = rpc.RRef(1), rpc.remote(2, torch.add, (torch.ones(2), 1))
+    first = mine._id[1]
+    assert str(mine) == f"OwnerRRef(GloballyUniqueId(created_on=0, local_id={first}))"
+    ids = [f"GloballyUniqueId(created_on=0, local_id={first + n})" for n in (1, 2)]
+    assert str(other) == f"UserRRef(RRefId = {ids[0]}, ForkId = {ids[1]})"
+    here = rpc.get_worker_info()
+    wanted = f"rref_id={ids[0]}, fork_id={ids[1]}), can't call localValue() on user {here}. Call it on owner WorkerInfo"
+    with pytest.raises(RuntimeError) as caught:
+        other.local_value()
+    assert wanted in str(caught.value) and repr(here) == "WorkerInfo(id=0, name=worker0)"
+
+
+def test_an_unknown_method_of_a_reference_is_an_error_at_once() -> None:
+    rref = rpc.remote(1, torch.ones, (2,))
+    for proxy in (rref.rpc_sync, rref.remote):
+        with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+            proxy().nothing()
+    assert rref.remote().add(1).to_here().tolist() == [2, 2] and rref._get_type() is torch.Tensor
+
+
+def test_a_value_that_was_not_made_in_time_is_told_as_that() -> None:
+    rref = rpc.remote(1, time.sleep, (0.4,), timeout=0.01)
+    with pytest.raises(di.WorkerTimeout, match="RPC ran for more than set timeout"):
+        rref._get_future().wait()
+    with pytest.raises(RuntimeError, match=r"RRef creation .*RPC ran for more than set timeout"):
+        rref.to_here()
+
+
+def text() -> str:
+    return "text"
+
+
+@rpc.functions.async_execution
+def not_a_future() -> torch.Tensor:
+    return torch.zeros(2)
+
+
+def future() -> torch.futures.Future:
+    return torch.futures.Future()
+
+
+@pytest.mark.parametrize(("call", "words"), [
+    (lambda: rpc.get_worker_info("nobody"), "could not find destination"),
+    (lambda: rpc.rpc_sync(-1, text), "could not find destination"),
+    (lambda: rpc.rpc_sync(1, not_a_future), r"decorated with @rpc.async_function must return a torch.futures.Future"),
+    (lambda: rpc.remote(1, not_a_future).to_here(), "must return a torch.futures.Future object, which this is not"),
+    (lambda: rpc.rpc_sync(1, future), "Can not pickle torch.futures.Future"),
+    (lambda: rpc.RRef("text").backward(), "RRef should contain a tensor for .backward()"),
+    (lambda: rpc.RRef(torch.ones(1)).backward(), "does not require grad and does not have a grad_fn"),
+    (lambda: rpc.RRef(torch.ones(1, requires_grad=True).sum()).backward(100), "Could not find autograd context with"),
+    (lambda: rpc.remote(1, text).backward(), "User RRefs require 'dist_autograd_ctx_id' to be specified"),
+    (lambda: autograd.backward(100, [torch.ones(1, requires_grad=True).sum()]), "Could not find autograd .* id: 100"),
+    (lambda: autograd._current_context(), "Could not find autograd context with id: None"),
+])  # fmt: skip
+def test_words_of_errors(call, words: str) -> None:
+    with pytest.raises(RuntimeError, match=words):
+        call()
+
+
+def test_contexts_by_their_ids() -> None:
+    with autograd.context() as context:
+        assert context >> 48 == 0 and context <= autograd._get_max_id() == 2**48 - 1
+        assert rpc.rpc_sync(1, autograd._get_max_id) == 2**49 - 1
+        rpc.rpc_sync(2, text)
+        found = autograd._retrieve_context(context)
+        assert found is autograd._current_context() and found._context_id() == context
+        assert found._known_worker_ids() == {1, 2}
+        autograd._is_valid_context(context)
+        with pytest.raises(RuntimeError, match="Already have an autograd context id for this thread"):
+            autograd.context().__enter__()
+    with pytest.raises(RuntimeError, match=f"Could not find autograd context with id: {context}"):
+        autograd._retrieve_context(context)
+    made = autograd._new_context()
+    autograd._release_context(made._context_id())
+    with autograd.context():
+        pass
+
+
+def test_limits_and_lists_of_calls() -> None:
+    assert rpc.get_rpc_timeout() == 20
+    rpc._set_rpc_timeout(0.05)
+    try:
+        with pytest.raises(RuntimeError, match="RPC ran for more than set timeout"):
+            rpc.rpc_sync(1, time.sleep, (0.3,))
+    finally:
+        rpc._set_rpc_timeout(20)
+    with rpc._wait_all():
+        calls = [rpc.rpc_async(1, torch.add, (torch.ones(2), n)) for n in range(5)]
+    assert all(call.done() for call in calls)
+    with pytest.raises(ValueError, match="told"), rpc._wait_all():
+        rpc.rpc_async(2, fail, (ValueError,))
+    assert not vars(rpc.api._thread_local_var)
+
+
+def scripted(x: torch.Tensor, y: float) -> torch.Tensor:
+    return torch.tanh(x) * y
+
+
+with warnings.catch_warnings():  # It is deprecated, and still used.
+    warnings.simplefilter("ignore")
+    scripted = torch.jit.script(scripted)
+
+
+def test_torchscript_runs_on_peers() -> None:
+    x = torch.randn(3, requires_grad=True)
+    with autograd.context() as context:
+        y = rpc.rpc_sync(1, scripted, (x, 2.0)) + rpc.rpc_async(2, scripted, (x, 3.0)).wait()
+        assert torch.equal(y, torch.tanh(x) * 2 + torch.tanh(x) * 3)
+        autograd.backward(context, [y.sum()])
+        torch.testing.assert_close(autograd.get_gradients(context)[x], 5 * (1 - torch.tanh(x.detach()) ** 2))
+    assert torch.equal(rpc.remote(1, scripted, (x.detach(), 1.0)).to_here(), torch.tanh(x.detach()))
