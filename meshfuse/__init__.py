@@ -44,6 +44,7 @@ _HOME = {
     "compile": "frontends.compiled_function",
     "optim_params": "frontends.optim_params",
     "parallelize": "frontends.parallel_module",
+    "Context": "frontends.context",
     "FSDP": "frontends.fsdp",
     "Pipeline": "frontends.pipeline.options",
     "plan": "frontends.automatic",
@@ -60,6 +61,7 @@ __all__ = [
     "ArgumentError",
     "CheckpointError",
     "Cluster",
+    "Context",
     "DataType",
     "DefinitionError",
     "DeviceMesh",
@@ -122,6 +124,7 @@ if TYPE_CHECKING:
     from .executor.shards import shard_tensor
     from .frontends.automatic import plan
     from .frontends.compiled_function import compile
+    from .frontends.context import Context
     from .frontends.fsdp import FSDP
     from .frontends.optim_params import optim_params
     from .frontends.parallel_module import parallelize

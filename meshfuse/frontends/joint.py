@@ -21,6 +21,7 @@ from ..gc_pause import no_collection
 from ..sharding.value import Sharding
 from .accumulating import NO_TERMS, SYNCED, Terms, terms_left
 from .activations import outputs_of_modules
+from .attentions import spreads, with_borders
 from .backward_parts import Part, parts_of
 from .capture import Captured, Source
 from .cut import Cut, Reads, cut
@@ -40,6 +41,7 @@ _HALVES = "fast"  # How the halves are planned: what matters of them the joint p
 def planned(graph: Captured, setting: Setting) -> Step:
     """Plan a captured graph for arguments of these shapes, and cut it."""
     with no_collection():
+        graph = with_borders(graph) if setting.context is not None else graph
         return JointWriter(graph, setting).step()
 
 
@@ -54,6 +56,7 @@ class JointWriter:
             elif source.place in setting.numbers:
                 self.sizes.bind([node.meta["val"]], [setting.numbers[source.place]])
         self.masks = recognised(graph.module.graph, self.sizes)
+        self.spreads = spreads(graph, self.masks, setting, self.sizes)
         self._read = Reads(self.masks)
         self.sharded = self._sharded()
         self.cut: Cut = self._with_gathered(cut(graph, self.masks, setting.max_memory is not None))
@@ -197,7 +200,7 @@ class JointWriter:
     def _writer(self, search: str | None = None, by_rule: bool = True) -> Translator:
         found = "follow" if by_rule and self._is_data_parallel() else search
         fd = TracedDefinition(max_memory=self.setting.max_memory, search=found, takes_over=self.setting.is_dynamic)
-        made = Translator(fd, self.sizes, replaced=self.masks, replicate=self.setting.replicate)
+        made = Translator(fd, self.sizes, replaced=self.masks, replicate=self.setting.replicate, spreads=self.spreads)
         for node, _ in self.graph.inputs:
             if not _is_tensor(node):
                 made.values[node] = self.sizes.number(node.meta.get("val"))

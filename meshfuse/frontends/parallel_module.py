@@ -22,9 +22,11 @@ from ..report.explain import explain_all, explain_tensor
 from ..report.memory import modelled_memory
 from ..runtime.world import World
 from .accumulating import SYNCED, Sync, terms_held
+from .attentions import check_attends
 from .autograd import Runner
 from .calls import Arguments, Call, read_call
 from .capture import Captured, captured
+from .context import Context, checked_context
 from .fsdp import FSDP
 from .hugging_face import with_static_cache
 from .joint import planned
@@ -55,7 +57,7 @@ def parallelize(
     fsdp: Any = None, dynamic: Mapping[str, Sequence[int]] | None = None, precision: Precision | None = None,
     backend: str | None = None, max_memory: float | None = None, fallback: str | None = None,
     pipeline: Pipeline | None = None, loss: Callable[[Any, Any], torch.Tensor] | None = None,
-    checkpoint: str | Sequence[str] | None = None,
+    checkpoint: str | Sequence[str] | None = None, context: Context | None = None,
 ) -> Any:  # fmt: skip
     """Have a module's forward and backward run as programs over a mesh; returns the module itself.
 
@@ -78,6 +80,7 @@ def parallelize(
     pipeline: stages over an axis of the mesh, and micro-batches (`mf.Pipeline`): the model then runs by `step`. On
         ranks that a launcher started, parameters that other stages have are None.
     checkpoint: patterns of modules whose activations are computed again in the backward: of each its result is kept.
+    context: attention over a sequence whose rows are cut over an axis of the mesh (`mf.Context`).
     loss: for `step`: a function of the model's result and a target; None where the model returns a loss itself.
 
     Raises DefinitionError for a plan, mesh or names that do not fit the module, ArgumentError for a mesh of other ranks
@@ -98,7 +101,16 @@ def parallelize(
         sizes = checked_specs("dynamic", dynamic, names, found, line)
         requested(backend, line)
         again = recomputed_modules(module, checkpoint, line)
-        options = Options(specs, sizes, precision, backend, max_memory, fallback == "replicate", again)
+        options = Options(
+            specs,
+            sizes,
+            precision,
+            backend,
+            max_memory,
+            fallback == "replicate",
+            again,
+            checked_context(context, found, line),
+        )
         where = module_plan(module, found, plan, fsdp, specs, line)
         device = _device(module, mesh)
         check_same_weights(module, World.current().all_ranks, "every rank")
@@ -390,6 +402,7 @@ def _made(
     options, places = state.options, state.places
     arguments = Arguments(state.names, options.inputs, state.plan, places.is_simulated, call, line)
     graph = _captured(module, state, arguments, line, all_results)
+    check_attends(graph, options.context, state.line)
     setting = options.setting(module, state.plan, arguments, state.line, graph.numbers_only, sync)
 
     def full() -> Runner:

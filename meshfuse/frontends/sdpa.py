@@ -58,6 +58,18 @@ def _gradients(ctx: Any, grad: Any, *_: Any) -> Any:
 attention.register_autograd(_gradients, setup_context=_save)
 
 
+@torch.library.custom_op("meshfuse::enter_attention", mutates_args=())
+def enter_attention(x: torch.Tensor) -> torch.Tensor:
+    """A tensor as attention reads it under context parallelism; `leave_attention` is the way back."""
+    raise AssertionError("attention of a captured graph is translated, not run")
+
+
+@torch.library.custom_op("meshfuse::leave_attention", mutates_args=())
+def leave_attention(x: torch.Tensor) -> torch.Tensor:
+    """What attention makes under context parallelism, as all else reads it."""
+    raise AssertionError("attention of a captured graph is translated, not run")
+
+
 TORCHS = F.scaled_dot_product_attention
 
 

@@ -17,6 +17,7 @@ from ...report.bill import Bill, BillEntry, bill_of
 from ...report.memory import modelled_memory
 from ...resharding import shard_bytes
 from ..accumulating import Sync
+from ..attentions import check_attends
 from ..calls import Arguments, Call, read_call
 from ..capture import Captured
 from ..options import Options
@@ -152,6 +153,7 @@ class Stepper:
             self.options.line,
         )
         graph = self._captured(arguments, line)
+        check_attends(graph, self.options.asked.context, self.options.line)
         stages = stage_graphs(graph, self.assignment.cuts, len(call.leaves), self.options.line)
         check_weights(stages, self.assignment.owners, self.options.line)
         sync = Sync(leaves=self.schedule.microbatches > 1)

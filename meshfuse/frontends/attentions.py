@@ -1,0 +1,169 @@
+"""The attentions of a captured graph under context parallelism: which of them go through a ring, and which not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..errors import SourceLine, user_error
+from .capture import Captured
+from .context import Context
+from .cut import base_name, is_view
+from .fsdp import without_axes
+from .plans import axes_in
+from .sizes import Sizes
+from .spread import Spread
+from .steps import Setting
+
+Node = torch.fx.Node
+_FORWARD, _BACKWARD = torch.ops.meshfuse.attention.default, torch.ops.meshfuse.attention_backward.default
+_ENTER, _LEAVE = torch.ops.meshfuse.enter_attention.default, torch.ops.meshfuse.leave_attention.default
+# By op the places of its query, key and value, and first of the output's gradient; how many results leave it.
+_ENTERS, _LEAVES = {_FORWARD: (0, 1, 2), _BACKWARD: (0, 1, 2, 3)}, {_FORWARD: 1, _BACKWARD: 3}
+_OUTPUT = 5  # The place of attention's output among what its backward reads.
+_DIMS = 4  # Of a query: batch, heads, rows, width.
+_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "linear", "matmul"))
+
+
+def check_attends(graph: Captured, context: Context | None, line: SourceLine) -> None:
+    """Raises DefinitionError where there is a context, and no attention in a captured graph."""
+    if context is not None and not graph.module.graph.find_nodes(op="call_function", target=_FORWARD):
+        raise user_error(
+            "parallelize: context for a model without attention",
+            "no call of torch.nn.functional.scaled_dot_product_attention",
+            "at least one, without a gradient for its mask",
+            'Have the model call it (transformers: attn_implementation="sdpa"), or leave context out.', line,
+        )  # fmt: skip
+
+
+def with_borders(graph: Captured) -> Captured:
+    """A captured graph in which attention has its operands and results from `enter_attention` and `leave_attention`.
+
+    What attention saves for its backward is between these. The graph that is given stays as it is.
+    """
+    made = torch.fx.Graph()
+    copies: dict[Node, Node] = {}
+    made.output(made.graph_copy(graph.module.graph, copies))
+    entered: dict[Node, Node] = {}
+    for target, places in _ENTERS.items():
+        for node in made.find_nodes(op="call_function", target=target):
+            _enter(node, places, entered)
+    for node in made.find_nodes(op="call_function", target=_BACKWARD):
+        node.update_arg(_OUTPUT, _base(node.args[_OUTPUT]))  # as attention has made it
+    left = {
+        x: _leave(x)
+        for target, count in _LEAVES.items()
+        for node in made.find_nodes(op="call_function", target=target)
+        for x in node.users
+        if x.args[1] < count
+    }
+    copies = {old: left.get(new, new) for old, new in copies.items()}
+    return replace(
+        graph, module=torch.fx.GraphModule(graph.module, made),
+        inputs=tuple((copies[node], source) for node, source in graph.inputs),
+        outputs=tuple((copies.get(node), source) for node, source in graph.outputs),
+    )  # fmt: skip
+
+
+def _enter(node: Node, places: Sequence[int], entered: dict[Node, Node]) -> None:
+    """Have attention read nodes behind its operands; `entered` has those that are there already."""
+    for place in places:
+        given = node.args[place]
+        assert isinstance(given, Node)
+        if given not in entered:
+            entered[given] = _inserted(node, _ENTER, given)
+        node.update_arg(place, entered[given])
+
+
+def _inserted(before: Node, target: Any, x: Node) -> Node:
+    """A node that attention reads in the place of another."""
+    with before.graph.inserting_before(before):
+        made = before.graph.call_function(target, (x,))
+    made.meta = {**before.meta, "val": x.meta["val"]}
+    return made
+
+
+def _leave(x: Node) -> Node:
+    """A node behind a result of attention, which all read but its own backward."""
+    readers = [user for user in x.users if user.target is not _BACKWARD]
+    made = _inserted(x.next, _LEAVE, x)
+    made.meta = dict(x.meta)
+    for user in readers:
+        user.replace_input_with(x, made)
+    return made
+
+
+def spreads(
+    graph: Captured, arguments: Mapping[Node, tuple[Any, ...]], setting: Setting, sizes: Sizes
+) -> dict[Node, Spread]:
+    """By node of attention, and of its borders, how it lies; those that are left out lie as the planner finds.
+
+    arguments: replaces those of some nodes, as of masks that are seen to be causal.
+    """
+    context = setting.context
+    if context is None or setting.mesh.axis_size(context.axis) == 1:
+        return {}
+    names = {node: source.name for node, source in graph.of_kind("parameter")}
+    found: dict[Node, Spread] = {}
+    for target, (*_, place) in _ENTERS.items():
+        for node in graph.module.graph.find_nodes(op="call_function", target=target):
+            args = arguments.get(node, node.args)
+            query, key = args[place - 2 : place]
+            cut = {axis for name in _weights(query, names) for axis in _axes_of_use(setting, name)}
+            made = _spread(setting, [_shape(x, sizes) for x in (query, key)], args[-3:], cut)
+            if made is not None:
+                ends = [x for result in node.users for x in result.users if x.target is _LEAVE]
+                found.update(dict.fromkeys((node, *(args[p] for p in _ENTERS[target]), *ends), made))
+    return found
+
+
+def _shape(node: Node, sizes: Sizes) -> list[int]:
+    shape = sizes.shape(node.meta["val"])
+    return [1] * (_DIMS - len(shape)) + list(shape)
+
+
+def _spread(setting: Setting, shapes: list[list[int]], options: Any, cut: Collection[str]) -> Spread | None:
+    """shapes: of query and key. options: dropout, whether it is causal, and the scale. cut: axes of heads."""
+    (q, k), (dropout, is_causal, _) = shapes, options
+    context, mesh = setting.context, setting.mesh
+    assert context is not None
+    if len(q) > _DIMS:
+        return None
+    size, batch = setting.batch if setting.batch is not None else (-1, None)
+    batch = without_axes((batch,), [context.axis])[0] if q[0] == size else None
+    heads = tuple(axis for axis in mesh.names if axis in cut and axis != context.axis)
+    ranks = 0 if context.method == "ulysses" else mesh.axis_size(context.axis)
+    if ranks and (dropout or (is_causal and q[2] != k[2]) or min(q[2], k[2]) < ranks):
+        return None
+    is_zigzag = bool(ranks) and context.zigzag and is_causal and q[2] % (2 * ranks) == 0
+    return Spread(mesh, setting.line, context.axis, ranks, is_zigzag, batch, heads, (q[1], k[1]))
+
+
+def _axes_of_use(setting: Setting, name: str) -> set[str]:
+    """The axes over which a parameter is cut where it is used."""
+    return axes_in(without_axes(setting.plan.parameters.get(name, ()), setting.plan.fsdp))
+
+
+def _weights(query: Node, names: Mapping[Node, str]) -> set[str]:
+    """The parameters of the products that a query is made of, up to the nearest ones."""
+    found, seen, waiting = set[str](), set[Node](), [query]
+    while waiting:
+        here = waiting.pop()
+        if here in seen:
+            continue
+        seen.add(here)
+        if base_name(here) in _PRODUCTS:
+            found |= {names[base] for x in here.all_input_nodes if (base := _base(x)) in names}
+        else:
+            waiting += here.all_input_nodes
+    return found
+
+
+def _base(node: Node) -> Node:
+    """What a node is a view or a cast of."""
+    while is_view(node) or base_name(node) == "_to_copy":
+        node = node.all_input_nodes[0]
+    return node
