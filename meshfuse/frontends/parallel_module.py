@@ -28,7 +28,7 @@ from .calls import Arguments, Call, read_call
 from .capture import Captured, captured
 from .context import Context, checked_context
 from .fsdp import FSDP
-from .hugging_face import with_static_cache
+from .hugging_face import with_shared_heads, with_static_cache
 from .joint import planned
 from .kv_caches import WithCaches
 from .loading import init_weights, load
@@ -425,7 +425,8 @@ def _captured(module: Any, state: State, arguments: Arguments, line: SourceLine,
     if key not in state.graphs:
         example = arguments.whole(options.dynamic, device, options.dtype)
         numbers_only = call.has_gradient and not all_results
-        with as_plain(module), torch.set_grad_enabled(call.has_gradient):
+        shared = with_shared_heads() if options.context is not None else nullcontext()
+        with as_plain(module), shared, torch.set_grad_enabled(call.has_gradient):
             entry, args, kwargs = _entry(module, call, example)
             state.graphs[key] = captured(
                 entry, args, kwargs, device, line, scalars_only=numbers_only, dtype=options.dtype, given=arguments.text
