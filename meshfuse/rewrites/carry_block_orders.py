@@ -1,0 +1,312 @@
+"""Rows that a ring takes in another order, kept in that order by all that works row by row.
+
+Let P put the blocks of a dim in another order, such as the zig-zag order of ring attention. Where an op's rule has the
+dim as a plain factor, f(P x) = P f(x) if P is applied to all operands that have the factor; and where the op sums over
+the factor, f(P x) = f(x). So P and its inverse move along such ops, and vanish where they meet. Of a transformer what is
+left of them is at its ends: token ids and targets are put in that order, and positions made in it.
+
+Which tensors are in order, which in P's, and which are made in both, is the cheapest choice by the bytes of those that
+are made in both: a minimum cut, for which the planner's solver is exact. To put each operand of a ring in order for
+itself is one of the choices, so the graph never gets worse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ..graph import Carried, Graph, Node, numbered
+from ..ops.opdef import BlockOrder
+from ..ops.rules import DimFactors, FactorKind, Rule
+from ..ops.values import TensorRef
+from ..planner.cost_graph import CostGraph, Dense
+from ..planner.dual_ascent import solve
+from .graph_writer import GraphWriter, with_nodes
+
+# Tensors that depend on no input are made in any order at the cost of computing them once more.
+_MADE_ANEW = 1 / 64
+_IN_ORDER, _CARRIED, _BOTH = range(3)
+
+
+class _Version(NamedTuple):
+    """What a tensor is: another one (or itself) as it is, or with the blocks of a dim in the other order."""
+
+    tensor: int
+    is_carried: bool
+
+
+class _Spot(NamedTuple):
+    """Which part of a dim has the blocks: the dim is [outer, blocks, the rest]."""
+
+    dim: int
+    outer: int
+
+
+def carry_block_orders(graph: Graph) -> Graph:
+    """The graph with the order of a ring's rows carried as far as that is cheapest; itself where there is none."""
+    order = _order_of_rings(graph)
+    if order is None:
+        return graph
+    orders = _Orders(graph, order)
+    return _CarryingWriter(graph, orders, _chosen(graph, orders)).carried()
+
+
+def _order_of_rings(graph: Graph) -> tuple[int, ...] | None:
+    """The order in which an op in rounds takes its rows, where it gets them so from an op that puts them in it."""
+    rings = {i for node in graph.nodes if node.call.op.ring_schedule is not None for i in node.inputs}
+    found = (order for node in graph.nodes if rings.intersection(node.outputs) and (order := _block_order(node)))
+    return next((order.order for order in found), None)
+
+
+def _block_order(node: Node) -> BlockOrder | None:
+    window = node.call.op.window(node.call) if node.call.op.window is not None else None
+    return window if isinstance(window, BlockOrder) else None
+
+
+class _Orders:
+    """What may be carried in an order.
+
+    versions: by tensor that an op made by reordering another (or of which it did) what it is a version of.
+    dropped: the numbers of these ops.
+    spots: by tensor that may be carried where its blocks are.
+    factors: by op that may work on carried tensors the factor of its rule that is in blocks.
+    """
+
+    def __init__(self, graph: Graph, order: tuple[int, ...]) -> None:
+        self.graph, self.order = graph, order
+        self.inverse = tuple(order.index(block) for block in range(len(order)))
+        self.versions: dict[int, _Version] = {}
+        self.dropped: set[int] = set()
+        self.spots: dict[int, _Spot] = {}
+        self.factors: dict[int, int] = {}
+        self._near: dict[int, list[Node]] = {}
+        for node in graph.nodes:
+            self._read_order(node)
+        for node in graph.nodes:
+            for i in dict.fromkeys((*node.inputs, *node.outputs)) if node.id not in self.dropped else ():
+                self._near.setdefault(i, []).append(node)
+        self._spread()
+
+    def version(self, tensor: int) -> _Version:
+        return self.versions.get(tensor, _Version(tensor, False))
+
+    def _read_order(self, node: Node) -> None:
+        """See what an op that reorders blocks makes as a version of what it reads, or the other way round."""
+        found = _block_order(node)
+        if found is None or found.order not in (self.order, self.inverse):
+            return
+        (given,), (made,) = node.inputs, node.outputs
+        ndim = node.call.results[0].ndim
+        spot, known = _Spot(found.dim % ndim, 1), self.version(given)
+        if found.order == self.order and not known.is_carried:
+            self._relate(node, made, known.tensor, True, spot)
+        elif found.order == self.inverse and known.is_carried:
+            self._relate(node, made, known.tensor, False, spot)
+        elif found.order == self.inverse and given not in self.spots:
+            self._relate(node, given, made, True, spot)
+
+    def _relate(self, node: Node, tensor: int, of: int, is_carried: bool, spot: _Spot) -> None:
+        streams = self.graph.streams
+        if self.spots.get(of, spot) == spot and tensor not in streams and of not in streams:
+            self.spots[of] = spot
+            self.versions[tensor] = _Version(of, is_carried)
+            self.dropped.add(node.id)
+
+    def _spread(self) -> None:
+        """Find all tensors that may be carried with those of the rings."""
+        waiting = list(self.spots)
+        while waiting:
+            tensor = waiting.pop()
+            for node in self._near.get(tensor, ()):
+                if node.id not in self.factors:
+                    waiting += self._join(node, tensor)
+
+    def _join(self, node: Node, tensor: int) -> list[int]:
+        """Let an op work on a carried tensor if it may; the tensors that may then be carried as well."""
+        factor = next(
+            (f for i, dims, shape in self._sides(node) if i == tensor
+             and (f := _factor_at(node.rule, dims, self.spots[tensor], shape, len(self.order))) is not None), None,
+        )  # fmt: skip
+        if factor is None or not keeps_order(node, factor):
+            return []
+        found: dict[int, _Spot] = {}
+        for i, dims, _ in self._sides(node):
+            spot = _spot_of(node.rule, dims, factor)
+            if spot is None:
+                continue
+            if i in self.versions or i in self.graph.streams or found.get(i, self.spots.get(i, spot)) != spot:
+                return []
+            found[i] = spot
+        new = [i for i in found if i not in self.spots]
+        self.spots.update(found)
+        self.factors[node.id] = factor
+        return new
+
+    def _sides(self, node: Node) -> Iterator[tuple[int, DimFactors, tuple[int, ...]]]:
+        """(tensor, factors of its dims, its shape) of all operands and results."""
+        for i, dims in (*zip(node.inputs, node.rule.operands, strict=True),
+                        *zip(node.outputs, node.rule.results, strict=True)):  # fmt: skip
+            yield i, dims, self.graph.shape(i)
+
+    def uses(self, node: Node) -> list[tuple[int, bool]]:
+        """(tensor, whether it has the op's factor in blocks) of all operands and results."""
+        factor = self.factors.get(node.id)
+        return [(i, factor is not None and _spot_of(node.rule, dims, factor) is not None)
+                for i, dims, _ in self._sides(node)]  # fmt: skip
+
+
+def keeps_order(node: Node, factor: int) -> bool:
+    """Whether an op commutes with another order of a factor, in all operands and results that have it."""
+    op, rule = node.call.op, node.rule
+    read = [any(factor in factors for factors in dims) for dims in rule.operands]
+    kind = rule.factors[factor].kind
+    if kind is FactorKind.BLOCK:
+        return False
+    if op.order_free:
+        places = [node.call.first_operand(name) for name in op.order_free]
+        return all(read[place] for place in places)
+    return op.concat_distributive and (kind is FactorKind.PASS or all(read))
+
+
+def _factor_at(rule: Rule, dims: DimFactors, spot: _Spot, shape: Sequence[int], blocks: int) -> int | None:
+    """The factor that is in blocks, if it is one by itself that they divide."""
+    outer = 1
+    for factor in dims[spot.dim]:
+        size = rule.factors[factor].size
+        if outer == spot.outer and size > 1:
+            return factor if size % blocks == 0 else None
+        outer *= size
+    return None
+
+
+def _spot_of(rule: Rule, dims: DimFactors, factor: int) -> _Spot | None:
+    """Where a tensor has a factor; None where it has not."""
+    for dim, factors in enumerate(dims):
+        if factor in factors:
+            return _Spot(dim, math.prod(rule.factors[f].size for f in factors[: factors.index(factor)]))
+    return None
+
+
+# the choice -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """nodes: the ops that work on carried tensors."""
+
+    nodes: frozenset[int]
+
+
+def _chosen(graph: Graph, orders: _Orders) -> _Choice:
+    """The cheapest choice: by op one of two labels, by tensor in which versions it is there."""
+    weights = _weights(graph, orders)
+    never = 2 * sum(weights.values()) + 1.0
+    problem = CostGraph()
+    tensors = {i: problem.add_variable([0.0, 0.0, weight]) for i, weight in weights.items()}
+    nodes = {node: problem.add_variable([0.0, 0.0]) for node in orders.factors}
+    agree = np.array([[0.0, never, 0.0], [never, 0.0, 0.0]])
+
+    def ask(tensor: int) -> None:
+        """Have a version of a tensor be there, whatever is chosen."""
+        version = orders.version(tensor)
+        if version.tensor in tensors:
+            problem.add_costs(tensors[version.tensor], agree[int(version.is_carried)])
+
+    for i in (*graph.outputs, *graph.input_tensors):
+        ask(i)
+    for node in graph.nodes:
+        if node.id in orders.dropped:
+            continue
+        for i, is_in_blocks in orders.uses(node):
+            if is_in_blocks:
+                problem.edges.append(Dense((nodes[node.id], tensors[i]), agree))
+            else:
+                ask(i)
+    labels = solve(problem).assignment.labels
+    return _Choice(frozenset(node for node, variable in nodes.items() if labels[variable] == _CARRIED))
+
+
+def _weights(graph: Graph, orders: _Orders) -> dict[int, float]:
+    """By tensor that may be carried what it costs to have it in both orders."""
+    given = set(graph.input_tensors)
+    for node in graph.nodes:
+        if given.intersection(node.inputs):
+            given.update(node.outputs)
+    types = {i: graph.tensors[i].type for i in orders.spots}
+    return {i: float(t.numel * t.dtype.itemsize) * (1.0 if i in given else _MADE_ANEW) for i, t in types.items()}
+
+
+# the graph --------------------------------------------------------------------------------------------------------
+
+
+class _CarryingWriter(GraphWriter):
+    """Writes the graph in which these ops work on carried tensors.
+
+    A tensor has its number in the order in which it is made; its other version is a new tensor.
+    """
+
+    def __init__(self, graph: Graph, orders: _Orders, choice: _Choice) -> None:
+        super().__init__(graph)
+        self.orders, self.choice = orders, choice
+        self._made: dict[int, bool] = dict.fromkeys(graph.input_tensors, False)
+        self._others: dict[int, int] = {}
+
+    def carried(self) -> Graph:
+        numbers: dict[int, int] = {}
+        for node in self.graph.nodes:
+            if node.id not in self.orders.dropped:
+                self._origin = node
+                inputs = [self._version(*use) for use in self._uses(node, node.inputs)]
+                made = [self._make(*use) for use in self._uses(node, node.outputs)]
+                numbers[node.id] = len(self.nodes)
+                self.nodes.append(replace(numbered(node, len(self.nodes), tuple(inputs)), outputs=tuple(made)))
+        outputs = tuple(self._version(*self.orders.version(i)) for i in self.graph.outputs)
+        graph = with_nodes(self.graph, self.tensors, self.nodes, numbers)
+        return self._with_annotations(replace(graph, outputs=outputs, carried=self._carried()))
+
+    def _uses(self, node: Node, tensors: Sequence[int]) -> list[_Version]:
+        """In which versions an op reads or makes tensors."""
+        is_chosen = node.id in self.choice.nodes
+        in_blocks = {i for i, has_factor in self.orders.uses(node) if has_factor}
+        return [_Version(i, True) if is_chosen and i in in_blocks else self.orders.version(i) for i in tensors]
+
+    def _make(self, tensor: int, is_carried: bool) -> int:
+        self._made[tensor] = is_carried
+        return tensor
+
+    def _version(self, tensor: int, is_carried: bool) -> int:
+        """The number of a version of a tensor, which is made of the other one if it is not there."""
+        if self._made[tensor] == is_carried:
+            return tensor
+        if tensor not in self._others:
+            order = self.orders.order if is_carried else self.orders.inverse
+            self._others[tensor] = self._reordered(tensor, order)
+        return self._others[tensor]
+
+    def _reordered(self, tensor: int, order: tuple[int, ...]) -> int:
+        shape, (dim, outer) = self.graph.shape(tensor), self.orders.spots[tensor]
+        if outer == 1:
+            return self.call("reorder_blocks", TensorRef(tensor), dim, order).id
+        apart = (*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
+        parts = self.call("reorder_blocks", self.call("reshape", TensorRef(tensor), apart), dim + 1, order)
+        return self.call("reshape", parts, shape).id
+
+    def _carried(self) -> Mapping[int, Carried]:
+        spots = self.orders.spots
+        return {i: Carried(*spots[i], self.orders.order) for i, is_carried in self._made.items() if is_carried}
+
+    def _with_annotations(self, graph: Graph) -> Graph:
+        """Each version lies as the user has said of any; what is not made any more has no annotation."""
+        there = {i for node in graph.nodes for i in node.outputs} | set(graph.input_tensors)
+        of = {version.tensor: i for i, version in self.orders.versions.items() if i in graph.annotations}
+        of |= {i: i for i in graph.annotations}
+        source = {i: of[i] for i in there if i in of}
+        source |= {other: of[i] for i, other in self._others.items() if i in of}
+        tables = [{i: table[j] for i, j in source.items() if j in table}
+                  for table in (graph.annotations, graph.annotation_lines, graph.implied, graph.stationary)]  # fmt: skip
+        names = ("annotations", "annotation_lines", "implied", "stationary")
+        return replace(graph, **dict(zip(names, tables, strict=True)))
