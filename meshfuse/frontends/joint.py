@@ -18,11 +18,13 @@ from ..dtypes import from_torch
 from ..errors import located
 from ..executor.dtensor import placements_of
 from ..gc_pause import no_collection
+from ..graph import Carried
 from ..sharding.value import Sharding
 from .accumulating import NO_TERMS, SYNCED, Terms, terms_left
 from .activations import outputs_of_modules
 from .attentions import spreads, with_borders
 from .backward_parts import Part, parts_of
+from .block_orders import in_order, in_sequence
 from .capture import Captured, Source
 from .cut import Cut, Reads, cut
 from .fsdp import gathers, in_turn, units_last
@@ -65,6 +67,7 @@ class JointWriter:
         self.parts = parts_of(graph, self.cut, self._read, setting.is_split) if self.cut.backward else []
         self.held = [node for part in self.parts for node in part.given]
         self.left = NO_TERMS
+        self.orders: Mapping[Node, Carried] = {}
         self._specs = {source.place: self._result_spec(node, source.place) for node, source in self._results()}
 
     def _result_spec(self, node: Node, place: int) -> Spec | None:
@@ -106,6 +109,8 @@ class JointWriter:
         results = self._results()
         ends = {node: left[place] for place, (node, _) in enumerate(results)}
         both = {node: s.reduced() for node, s in (found | ends).items() if s is not None}
+        carried = compiled.graph.carried
+        self.orders = {node: carried[view.id] for node, view in kept.items() if view.id in carried}
         return made.fd, {node: s for node, s in both.items() if _sayable(s, node, self.sizes)}
 
     def _terms_left(self, made: Translator, shardings: Mapping[int, Sharding]) -> Terms:
@@ -185,7 +190,7 @@ class JointWriter:
         outputs = self._finish_backward(made, part, earlier)
         terms = [Source("terms", source.name) for _, source in part.ends if source.name in earlier]
         for place, node in enumerate(part.given):
-            made.fd.add_output(made.values[node])
+            self._hand_on(made, node)
             outputs.append(Source("held", place=place))
         self._annotate_as(made, {node: shardings[node] for node in part.given if node in shardings})
         return Half(made.fd, (*taken, *(self.sources[node] for node in reads), *terms), tuple(outputs))
@@ -194,6 +199,13 @@ class JointWriter:
         """Define an input that another half hands over, as it lies."""
         view = made.input(node, self.setting.named(f"{kind}.{node.name}"))
         annotating.shard(made.fd.recording, view.id, sharding, None, self.setting.line)
+        if node in self.orders:
+            made.values[node] = in_sequence(made.fd, view, self.orders[node])
+
+    def _hand_on(self, made: Translator, node: Node) -> None:
+        """Return a tensor for another half, in the order of rows in which the joint plan has it."""
+        view = made.values[node]
+        made.fd.add_output(view if node not in self.orders else in_order(made.fd, view, self.orders[node]))
 
     # parts of definitions
 
@@ -324,7 +336,7 @@ class JointWriter:
             self._end(made, node, source, self._name(source))
             outputs.append(source)
         for node in self.cut.saved if kept else ():
-            made.fd.add_output(made.values[node])
+            self._hand_on(made, node)
         return outputs
 
     def _end(

@@ -13,8 +13,8 @@ itself is one of the choices, so the graph never gets worse.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ from .graph_writer import GraphWriter, with_nodes
 
 # Tensors that depend on no input are made in any order at the cost of computing them once more.
 _MADE_ANEW = 1 / 64
-_IN_ORDER, _CARRIED, _BOTH = range(3)
+_CARRIED = 1  # The label of ops that work on carried tensors; 0 is in order.
 
 
 class _Version(NamedTuple):
@@ -194,15 +194,8 @@ def _spot_of(rule: Rule, dims: DimFactors, factor: int) -> _Spot | None:
 # the choice -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """nodes: the ops that work on carried tensors."""
-
-    nodes: frozenset[int]
-
-
-def _chosen(graph: Graph, orders: _Orders) -> _Choice:
-    """The cheapest choice: by op one of two labels, by tensor in which versions it is there."""
+def _chosen(graph: Graph, orders: _Orders) -> frozenset[int]:
+    """The ops that work on carried tensors: the cheapest choice of a label for each, and of versions of tensors."""
     weights = _weights(graph, orders)
     never = 2 * sum(weights.values()) + 1.0
     problem = CostGraph()
@@ -227,7 +220,7 @@ def _chosen(graph: Graph, orders: _Orders) -> _Choice:
             else:
                 ask(i)
     labels = solve(problem).assignment.labels
-    return _Choice(frozenset(node for node, variable in nodes.items() if labels[variable] == _CARRIED))
+    return frozenset(node for node, variable in nodes.items() if labels[variable] == _CARRIED)
 
 
 def _weights(graph: Graph, orders: _Orders) -> dict[int, float]:
@@ -249,64 +242,59 @@ class _CarryingWriter(GraphWriter):
     A tensor has its number in the order in which it is made; its other version is a new tensor.
     """
 
-    def __init__(self, graph: Graph, orders: _Orders, choice: _Choice) -> None:
+    def __init__(self, graph: Graph, orders: _Orders, chosen: frozenset[int]) -> None:
         super().__init__(graph)
-        self.orders, self.choice = orders, choice
-        self._made: dict[int, bool] = dict.fromkeys(graph.input_tensors, False)
-        self._others: dict[int, int] = {}
+        self.orders, self.chosen = orders, chosen
+        self._numbers: dict[_Version, int] = {orders.version(i): i for i in graph.input_tensors}
+        self._is_carried: set[int] = set()
 
     def carried(self) -> Graph:
         numbers: dict[int, int] = {}
         for node in self.graph.nodes:
             if node.id not in self.orders.dropped:
                 self._origin = node
-                inputs = [self._version(*use) for use in self._uses(node, node.inputs)]
-                made = [self._make(*use) for use in self._uses(node, node.outputs)]
+                inputs = [self._number(version) for version in self._uses(node, node.inputs)]
+                made = [self._make(version) for version in self._uses(node, node.outputs)]
                 numbers[node.id] = len(self.nodes)
                 self.nodes.append(replace(numbered(node, len(self.nodes), tuple(inputs)), outputs=tuple(made)))
-        outputs = tuple(self._version(*self.orders.version(i)) for i in self.graph.outputs)
+        outputs = tuple(self._number(self.orders.version(i)) for i in self.graph.outputs)
         graph = with_nodes(self.graph, self.tensors, self.nodes, numbers)
-        return self._with_annotations(replace(graph, outputs=outputs, carried=self._carried()))
+        carried = {i: Carried(*self.orders.spots[i], self.orders.order) for i in self._is_carried}
+        return self._with_annotations(replace(graph, outputs=outputs, carried=carried))
 
     def _uses(self, node: Node, tensors: Sequence[int]) -> list[_Version]:
         """In which versions an op reads or makes tensors."""
-        is_chosen = node.id in self.choice.nodes
-        in_blocks = {i for i, has_factor in self.orders.uses(node) if has_factor}
-        return [_Version(i, True) if is_chosen and i in in_blocks else self.orders.version(i) for i in tensors]
+        in_blocks = {i for i, has_factor in self.orders.uses(node) if has_factor} if node.id in self.chosen else set()
+        return [_Version(i, True) if i in in_blocks else self.orders.version(i) for i in tensors]
 
-    def _make(self, tensor: int, is_carried: bool) -> int:
-        self._made[tensor] = is_carried
-        return tensor
+    def _make(self, version: _Version) -> int:
+        self._numbers[version] = version.tensor
+        self._is_carried |= {version.tensor} if version.is_carried else set()
+        return version.tensor
 
-    def _version(self, tensor: int, is_carried: bool) -> int:
+    def _number(self, version: _Version) -> int:
         """The number of a version of a tensor, which is made of the other one if it is not there."""
-        if self._made[tensor] == is_carried:
-            return tensor
-        if tensor not in self._others:
-            order = self.orders.order if is_carried else self.orders.inverse
-            self._others[tensor] = self._reordered(tensor, order)
-        return self._others[tensor]
+        if version not in self._numbers:
+            order = self.orders.order if version.is_carried else self.orders.inverse
+            other = version._replace(is_carried=not version.is_carried)
+            self._numbers[version] = self._reordered(self._numbers[other], self.orders.spots[version.tensor], order)
+        return self._numbers[version]
 
-    def _reordered(self, tensor: int, order: tuple[int, ...]) -> int:
-        shape, (dim, outer) = self.graph.shape(tensor), self.orders.spots[tensor]
+    def _reordered(self, tensor: int, spot: _Spot, order: tuple[int, ...]) -> int:
+        shape, (dim, outer) = self.graph.shape(tensor), spot
         if outer == 1:
             return self.call("reorder_blocks", TensorRef(tensor), dim, order).id
         apart = (*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
         parts = self.call("reorder_blocks", self.call("reshape", TensorRef(tensor), apart), dim + 1, order)
         return self.call("reshape", parts, shape).id
 
-    def _carried(self) -> Mapping[int, Carried]:
-        spots = self.orders.spots
-        return {i: Carried(*spots[i], self.orders.order) for i, is_carried in self._made.items() if is_carried}
-
     def _with_annotations(self, graph: Graph) -> Graph:
-        """Each version lies as the user has said of any; what is not made any more has no annotation."""
-        there = {i for node in graph.nodes for i in node.outputs} | set(graph.input_tensors)
-        of = {version.tensor: i for i, version in self.orders.versions.items() if i in graph.annotations}
-        of |= {i: i for i in graph.annotations}
-        source = {i: of[i] for i in there if i in of}
-        source |= {other: of[i] for i, other in self._others.items() if i in of}
-        tables = [{i: table[j] for i, j in source.items() if j in table}
-                  for table in (graph.annotations, graph.annotation_lines, graph.implied, graph.stationary)]  # fmt: skip
+        """Each version of a tensor lies as the user has said of it, or else of the other."""
+        said = {i for i in self.graph.annotations if i not in self.graph.input_tensors}
+        of = {version.tensor: i for i, version in self.orders.versions.items() if i in said} | {i: i for i in said}
+        of = {number: of[version.tensor] for version, number in self._numbers.items() if version.tensor in of}
+        of |= {i: i for i in self.graph.input_tensors}
         names = ("annotations", "annotation_lines", "implied", "stationary")
-        return replace(graph, **dict(zip(names, tables, strict=True)))
+        tables = {name: getattr(self.graph, name) for name in names}
+        return replace(graph, **{name: {i: table[j] for i, j in of.items() if j in table}
+                                 for name, table in tables.items()})  # fmt: skip
