@@ -46,6 +46,13 @@ class _Spot(NamedTuple):
     outer: int
 
 
+class _Inside(NamedTuple):
+    """The factor of an op's rule that has the blocks: it is [outer, blocks, the rest]."""
+
+    factor: int
+    outer: int
+
+
 def carry_block_orders(graph: Graph) -> Graph:
     """The graph with the order of a ring's rows carried as far as that is cheapest; itself where there is none."""
     order = _order_of_rings(graph)
@@ -73,7 +80,7 @@ class _Orders:
     versions: by tensor that an op made by reordering another (or of which it did) what it is a version of.
     dropped: the numbers of these ops.
     spots: by tensor that may be carried where its blocks are.
-    factors: by op that may work on carried tensors the factor of its rule that is in blocks.
+    factors: by op that may work on carried tensors the factor of its rule that has the blocks.
     """
 
     def __init__(self, graph: Graph, order: tuple[int, ...]) -> None:
@@ -82,7 +89,7 @@ class _Orders:
         self.versions: dict[int, _Version] = {}
         self.dropped: set[int] = set()
         self.spots: dict[int, _Spot] = {}
-        self.factors: dict[int, int] = {}
+        self.factors: dict[int, _Inside] = {}
         self._near: dict[int, list[Node]] = {}
         for node in graph.nodes:
             self._read_order(node)
@@ -127,15 +134,14 @@ class _Orders:
 
     def _join(self, node: Node, tensor: int) -> list[int]:
         """Let an op work on a carried tensor if it may; the tensors that may then be carried as well."""
-        factor = next(
-            (f for i, dims, shape in self._sides(node) if i == tensor
-             and (f := _factor_at(node.rule, dims, self.spots[tensor], shape, len(self.order))) is not None), None,
-        )  # fmt: skip
-        if factor is None or not keeps_order(node, factor):
+        spots = (_inside_at(node.rule, dims, self.spots[tensor], len(self.order))
+                 for i, dims in _sides(node) if i == tensor)  # fmt: skip
+        inside = next(filter(None, spots), None)
+        if inside is None or not keeps_order(node, inside.factor):
             return []
         found: dict[int, _Spot] = {}
-        for i, dims, _ in self._sides(node):
-            spot = _spot_of(node.rule, dims, factor)
+        for i, dims in _sides(node):
+            spot = _spot_of(node.rule, dims, inside)
             if spot is None:
                 continue
             if i in self.versions or i in self.graph.streams or found.get(i, self.spots.get(i, spot)) != spot:
@@ -143,20 +149,19 @@ class _Orders:
             found[i] = spot
         new = [i for i in found if i not in self.spots]
         self.spots.update(found)
-        self.factors[node.id] = factor
+        self.factors[node.id] = inside
         return new
-
-    def _sides(self, node: Node) -> Iterator[tuple[int, DimFactors, tuple[int, ...]]]:
-        """(tensor, factors of its dims, its shape) of all operands and results."""
-        for i, dims in (*zip(node.inputs, node.rule.operands, strict=True),
-                        *zip(node.outputs, node.rule.results, strict=True)):  # fmt: skip
-            yield i, dims, self.graph.shape(i)
 
     def uses(self, node: Node) -> list[tuple[int, bool]]:
         """(tensor, whether it has the op's factor in blocks) of all operands and results."""
-        factor = self.factors.get(node.id)
-        return [(i, factor is not None and _spot_of(node.rule, dims, factor) is not None)
-                for i, dims, _ in self._sides(node)]  # fmt: skip
+        inside = self.factors.get(node.id)
+        return [(i, inside is not None and _spot_of(node.rule, dims, inside) is not None) for i, dims in _sides(node)]
+
+
+def _sides(node: Node) -> Iterator[tuple[int, DimFactors]]:
+    """(tensor, factors of its dims) of all operands and results."""
+    yield from zip(node.inputs, node.rule.operands, strict=True)
+    yield from zip(node.outputs, node.rule.results, strict=True)
 
 
 def keeps_order(node: Node, factor: int) -> bool:
@@ -172,22 +177,24 @@ def keeps_order(node: Node, factor: int) -> bool:
     return op.concat_distributive and (kind is FactorKind.PASS or all(read))
 
 
-def _factor_at(rule: Rule, dims: DimFactors, spot: _Spot, shape: Sequence[int], blocks: int) -> int | None:
-    """The factor that is in blocks, if it is one by itself that they divide."""
-    outer = 1
+def _inside_at(rule: Rule, dims: DimFactors, spot: _Spot, blocks: int) -> _Inside | None:
+    """The factor of a dim that has its blocks, if it is one by itself that they divide."""
+    before = 1
     for factor in dims[spot.dim]:
         size = rule.factors[factor].size
-        if outer == spot.outer and size > 1:
-            return factor if size % blocks == 0 else None
-        outer *= size
+        outer, rest = divmod(spot.outer, before)
+        if not rest and outer and size % (outer * blocks) == 0:
+            return _Inside(factor, outer)
+        before *= size
     return None
 
 
-def _spot_of(rule: Rule, dims: DimFactors, factor: int) -> _Spot | None:
-    """Where a tensor has a factor; None where it has not."""
+def _spot_of(rule: Rule, dims: DimFactors, inside: _Inside) -> _Spot | None:
+    """Where a tensor has the blocks of a factor; None where it has not that factor."""
     for dim, factors in enumerate(dims):
-        if factor in factors:
-            return _Spot(dim, math.prod(rule.factors[f].size for f in factors[: factors.index(factor)]))
+        if inside.factor in factors:
+            before = factors[: factors.index(inside.factor)]
+            return _Spot(dim, math.prod(rule.factors[f].size for f in before) * inside.outer)
     return None
 
 
