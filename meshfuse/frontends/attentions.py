@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +21,9 @@ from .steps import Setting
 Node = torch.fx.Node
 _FORWARD, _BACKWARD = torch.ops.meshfuse.attention.default, torch.ops.meshfuse.attention_backward.default
 _ENTER, _LEAVE = torch.ops.meshfuse.enter_attention.default, torch.ops.meshfuse.leave_attention.default
-# By op the places of its query, key and value, and first of the output's gradient; how many results leave it.
-_ENTERS, _LEAVES = {_FORWARD: (0, 1, 2), _BACKWARD: (0, 1, 2, 3)}, {_FORWARD: 1, _BACKWARD: 3}
+# By op the places of its query, key, value and, of its backward, of the output's gradient.
+_FORWARDS = {0: "query", 1: "key", 2: "value"}
+_NAMES = {_FORWARD: _FORWARDS, _BACKWARD: {**{place + 1: name for place, name in _FORWARDS.items()}, 0: "gradient"}}
 _OUTPUT = 5  # The place of attention's output among what its backward reads.
 _DIMS = 4  # Of a query: batch, heads, rows, width.
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "linear", "matmul"))
@@ -39,7 +40,7 @@ def check_attends(graph: Captured, context: Context | None, line: SourceLine) ->
         )  # fmt: skip
 
 
-def with_borders(graph: Captured) -> Captured:
+def with_borders(graph: Captured, method: str) -> Captured:
     """A captured graph in which attention has its operands and results from `enter_attention` and `leave_attention`.
 
     What attention saves for its backward is between these. The graph that is given stays as it is.
@@ -48,18 +49,13 @@ def with_borders(graph: Captured) -> Captured:
     copies: dict[Node, Node] = {}
     made.output(made.graph_copy(graph.module.graph, copies))
     entered: dict[Node, Node] = {}
-    for target, places in _ENTERS.items():
-        for node in made.find_nodes(op="call_function", target=target):
-            _enter(node, places, entered)
+    left: dict[Node, Node] = {}
     for node in made.find_nodes(op="call_function", target=_BACKWARD):
         node.update_arg(_OUTPUT, _base(node.args[_OUTPUT]))  # as attention has made it
-    left = {
-        x: _leave(x)
-        for target, count in _LEAVES.items()
-        for node in made.find_nodes(op="call_function", target=target)
-        for x in node.users
-        if x.args[1] < count
-    }
+    for target, names in _NAMES.items():
+        for node in made.find_nodes(op="call_function", target=target):
+            _enter(node, names, entered)
+            left.update(_left(node, target is _FORWARD, method == "ring"))
     copies = {old: left.get(new, new) for old, new in copies.items()}
     return replace(
         graph, module=torch.fx.GraphModule(graph.module, made),
@@ -68,32 +64,32 @@ def with_borders(graph: Captured) -> Captured:
     )  # fmt: skip
 
 
-def _enter(node: Node, places: Sequence[int], entered: dict[Node, Node]) -> None:
+def _enter(node: Node, names: Mapping[int, str], entered: dict[Node, Node]) -> None:
     """Have attention read nodes behind its operands; `entered` has those that are there already."""
-    for place in places:
+    for place, name in names.items():
         given = node.args[place]
         assert isinstance(given, Node)
         if given not in entered:
-            entered[given] = _inserted(node, _ENTER, given)
+            entered[given] = _inserted(node, f"attention_{name}", _ENTER, (given,))
+            entered[given].meta = {**node.meta, "val": given.meta["val"]}
         node.update_arg(place, entered[given])
 
 
-def _inserted(before: Node, target: Any, x: Node) -> Node:
-    """A node that attention reads in the place of another."""
+def _left(node: Node, is_forward: bool, is_view: bool) -> Iterator[tuple[Node, Node]]:
+    """Nodes behind the results of attention, which all read but its own backward."""
+    names = ("output",) if is_forward else ("query_gradient", "key_gradient", "value_gradient")
+    for x in [x for x in node.users if x.args[1] < len(names)]:
+        readers = [user for user in x.users if user.target is not _BACKWARD]
+        made = _inserted(x.next, f"attention_{names[x.args[1]]}", _LEAVE, (x, is_view))
+        made.meta = dict(x.meta)
+        for user in readers:
+            user.replace_input_with(x, made)
+        yield x, made
+
+
+def _inserted(before: Node, name: str, target: Any, args: tuple[Any, ...]) -> Node:
     with before.graph.inserting_before(before):
-        made = before.graph.call_function(target, (x,))
-    made.meta = {**before.meta, "val": x.meta["val"]}
-    return made
-
-
-def _leave(x: Node) -> Node:
-    """A node behind a result of attention, which all read but its own backward."""
-    readers = [user for user in x.users if user.target is not _BACKWARD]
-    made = _inserted(x.next, _LEAVE, x)
-    made.meta = dict(x.meta)
-    for user in readers:
-        user.replace_input_with(x, made)
-    return made
+        return before.graph.create_node("call_function", target, args, name=name)
 
 
 def spreads(
@@ -106,17 +102,17 @@ def spreads(
     context = setting.context
     if context is None or setting.mesh.axis_size(context.axis) == 1:
         return {}
-    names = {node: source.name for node, source in graph.of_kind("parameter")}
+    parameters = {node: source.name for node, source in graph.of_kind("parameter")}
     found: dict[Node, Spread] = {}
-    for target, (*_, place) in _ENTERS.items():
+    for target, names in _NAMES.items():
         for node in graph.module.graph.find_nodes(op="call_function", target=target):
             args = arguments.get(node, node.args)
-            query, key = args[place - 2 : place]
-            cut = {axis for name in _weights(query, names) for axis in _axes_of_use(setting, name)}
+            query, key, *_ = (args[place] for place in names)
+            cut = {axis for name in _weights(query, parameters) for axis in _axes_of_use(setting, name)}
             made = _spread(setting, [_shape(x, sizes) for x in (query, key)], args[-3:], cut)
             if made is not None:
                 ends = [x for result in node.users for x in result.users if x.target is _LEAVE]
-                found.update(dict.fromkeys((node, *(args[p] for p in _ENTERS[target]), *ends), made))
+                found.update(dict.fromkeys((node, *(args[place] for place in names), *ends), made))
     return found
 
 

@@ -47,6 +47,12 @@ class Context:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    def ways(self) -> list[Context]:
+        """The contexts among which a plan chooses: of one method each."""
+        if self.method != "auto":
+            return [self]
+        return [Context(self.axis, "ring", zigzag=self.zigzag), Context(self.axis, "ulysses")]
+
 
 def checked_context(context: Any, mesh: DeviceMesh, line: SourceLine) -> Context | None:
     """What `context` of `mf.parallelize` is. Raises DefinitionError for no Context, and for an axis the mesh lacks."""

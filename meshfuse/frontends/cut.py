@@ -138,6 +138,8 @@ class _Choice:
         """Whether a node is a view, a cast or a factory, or works on single bools and integers, such as masks."""
         if node.target is operator.getitem or draws(node):
             return False
+        if node.target is torch.ops.meshfuse.leave_attention.default:
+            return bool(node.args[1])
         is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
         value = node.meta.get("val")
         is_light = isinstance(value, torch.Tensor) and not value.is_floating_point()

@@ -7,6 +7,7 @@ them is freed after its use.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from ..errors import located
 from ..executor.dtensor import placements_of
 from ..gc_pause import no_collection
 from ..graph import Carried
+from ..plans.plan_cost import plan_cost
 from ..sharding.value import Sharding
 from .accumulating import NO_TERMS, SYNCED, Terms, terms_left
 from .activations import outputs_of_modules
@@ -43,8 +45,11 @@ _HALVES = "fast"  # How the halves are planned: what matters of them the joint p
 def planned(graph: Captured, setting: Setting) -> Step:
     """Plan a captured graph for arguments of these shapes, and cut it."""
     with no_collection():
-        graph = with_borders(graph) if setting.context is not None else graph
-        return JointWriter(graph, setting).step()
+        if setting.context is None:
+            return JointWriter(graph, setting).step()
+        ways = setting.context.ways()
+        writers = [JointWriter(with_borders(graph, way.method), replace(setting, context=way)) for way in ways]
+        return (writers[0] if len(ways) == 1 else min(writers, key=lambda writer: writer.seconds)).step()
 
 
 class JointWriter:
@@ -82,7 +87,7 @@ class JointWriter:
         return (batch[1], *whole[1:]) if batch is not None and shape[0] == batch[0] else whole
 
     def step(self) -> Step:
-        joint, shardings = self._joint()
+        joint, shardings = self._joint
         forward = self._forward(shardings)
         results = tuple(forward.fd.output_shardings())
         saved = results[len(results) - len(self.cut.saved) :]
@@ -98,6 +103,12 @@ class JointWriter:
 
     # the joint definition
 
+    @property
+    def seconds(self) -> float:
+        """The modelled time of a step, with what travels in rings."""
+        return plan_cost(self._joint[0].latest().sharded).seconds
+
+    @functools.cached_property
     def _joint(self) -> tuple[TracedDefinition, dict[Node, Sharding]]:
         """The joint definition, and the shardings in which it has what the halves hand on."""
         made, kept = self.written()

@@ -2,8 +2,8 @@
 
 Let P put the blocks of a dim in another order, such as the zig-zag order of ring attention. Where an op's rule has the
 dim as a plain factor, f(P x) = P f(x) if P is applied to all operands that have the factor; and where the op sums over
-the factor, f(P x) = f(x). So P and its inverse move along such ops, and vanish where they meet. Of a transformer what is
-left of them is at its ends: token ids and targets are put in that order, and positions made in it.
+the factor, f(P x) = f(x). So P and its inverse move along such ops, and vanish where they meet. In a transformer they
+are left at its ends: token ids and targets are put in that order, and positions made in it.
 
 Which tensors are in order, which in P's, and which are made in both, is the cheapest choice by the bytes of those that
 are made in both: a minimum cut, for which the planner's solver is exact. To put each operand of a ring in order for
@@ -13,14 +13,14 @@ itself is one of the choices, so the graph never gets worse.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from ..graph import Carried, Graph, Node, numbered
-from ..ops.opdef import BlockOrder
+from ..ops.opdef import BlockOrder, Call
 from ..ops.rules import DimFactors, FactorKind, Rule
 from ..ops.values import TensorRef
 from ..planner.cost_graph import CostGraph, Dense
@@ -94,8 +94,8 @@ class _Orders:
         for node in graph.nodes:
             self._read_order(node)
         for node in graph.nodes:
-            for i in dict.fromkeys((*node.inputs, *node.outputs)) if node.id not in self.dropped else ():
-                self._near.setdefault(i, []).append(node)
+            for version, _ in self._sides(node) if node.id not in self.dropped else ():
+                self._near.setdefault(version.tensor, []).append(node)
         self._spread()
 
     def version(self, tensor: int) -> _Version:
@@ -135,16 +135,16 @@ class _Orders:
     def _join(self, node: Node, tensor: int) -> list[int]:
         """Let an op work on a carried tensor if it may; the tensors that may then be carried as well."""
         spots = (_inside_at(node.rule, dims, self.spots[tensor], len(self.order))
-                 for i, dims in _sides(node) if i == tensor)  # fmt: skip
+                 for version, dims in self._sides(node) if version == (tensor, False))  # fmt: skip
         inside = next(filter(None, spots), None)
-        if inside is None or not keeps_order(node, inside.factor):
+        if inside is None or not keeps_order(node.call, node.rule, inside.factor):
             return []
         found: dict[int, _Spot] = {}
-        for i, dims in _sides(node):
+        for (i, is_carried), dims in self._sides(node):
             spot = _spot_of(node.rule, dims, inside)
             if spot is None:
                 continue
-            if i in self.versions or i in self.graph.streams or found.get(i, self.spots.get(i, spot)) != spot:
+            if is_carried or i in self.graph.streams or found.get(i, self.spots.get(i, spot)) != spot:
                 return []
             found[i] = spot
         new = [i for i in found if i not in self.spots]
@@ -152,27 +152,28 @@ class _Orders:
         self.factors[node.id] = inside
         return new
 
-    def uses(self, node: Node) -> list[tuple[int, bool]]:
-        """(tensor, whether it has the op's factor in blocks) of all operands and results."""
+    def _sides(self, node: Node) -> Iterator[tuple[_Version, DimFactors]]:
+        """(what it is, factors of its dims) of all operands and results."""
+        for i, dims in (*zip(node.inputs, node.rule.operands, strict=True),
+                        *zip(node.outputs, node.rule.results, strict=True)):  # fmt: skip
+            yield self.version(i), dims
+
+    def uses(self, node: Node) -> list[tuple[_Version, bool]]:
+        """(what it is, whether it has the op's factor in blocks) of all operands and then all results."""
         inside = self.factors.get(node.id)
-        return [(i, inside is not None and _spot_of(node.rule, dims, inside) is not None) for i, dims in _sides(node)]
+        return [(version, inside is not None and _spot_of(node.rule, dims, inside) is not None)
+                for version, dims in self._sides(node)]  # fmt: skip
 
 
-def _sides(node: Node) -> Iterator[tuple[int, DimFactors]]:
-    """(tensor, factors of its dims) of all operands and results."""
-    yield from zip(node.inputs, node.rule.operands, strict=True)
-    yield from zip(node.outputs, node.rule.results, strict=True)
-
-
-def keeps_order(node: Node, factor: int) -> bool:
+def keeps_order(call: Call, rule: Rule, factor: int) -> bool:
     """Whether an op commutes with another order of a factor, in all operands and results that have it."""
-    op, rule = node.call.op, node.rule
+    op = call.op
     read = [any(factor in factors for factors in dims) for dims in rule.operands]
     kind = rule.factors[factor].kind
     if kind is FactorKind.BLOCK:
         return False
     if op.order_free:
-        places = [node.call.first_operand(name) for name in op.order_free]
+        places = [call.first_operand(name) for name in op.order_free]
         return all(read[place] for place in places)
     return op.concat_distributive and (kind is FactorKind.PASS or all(read))
 
@@ -210,22 +211,21 @@ def _chosen(graph: Graph, orders: _Orders) -> frozenset[int]:
     nodes = {node: problem.add_variable([0.0, 0.0]) for node in orders.factors}
     agree = np.array([[0.0, never, 0.0], [never, 0.0, 0.0]])
 
-    def ask(tensor: int) -> None:
+    def ask(version: _Version) -> None:
         """Have a version of a tensor be there, whatever is chosen."""
-        version = orders.version(tensor)
         if version.tensor in tensors:
             problem.add_costs(tensors[version.tensor], agree[int(version.is_carried)])
 
     for i in (*graph.outputs, *graph.input_tensors):
-        ask(i)
+        ask(orders.version(i))
     for node in graph.nodes:
         if node.id in orders.dropped:
             continue
-        for i, is_in_blocks in orders.uses(node):
+        for version, is_in_blocks in orders.uses(node):
             if is_in_blocks:
-                problem.edges.append(Dense((nodes[node.id], tensors[i]), agree))
+                problem.edges.append(Dense((nodes[node.id], tensors[version.tensor]), agree))
             else:
-                ask(i)
+                ask(version)
     labels = solve(problem).assignment.labels
     return frozenset(node for node, variable in nodes.items() if labels[variable] == _CARRIED)
 
@@ -260,8 +260,9 @@ class _CarryingWriter(GraphWriter):
         for node in self.graph.nodes:
             if node.id not in self.orders.dropped:
                 self._origin = node
-                inputs = [self._number(version) for version in self._uses(node, node.inputs)]
-                made = [self._make(version) for version in self._uses(node, node.outputs)]
+                uses = self._uses(node)
+                inputs = [self._number(version) for version in uses[: len(node.inputs)]]
+                made = [self._make(version) for version in uses[len(node.inputs) :]]
                 numbers[node.id] = len(self.nodes)
                 self.nodes.append(replace(numbered(node, len(self.nodes), tuple(inputs)), outputs=tuple(made)))
         outputs = tuple(self._number(self.orders.version(i)) for i in self.graph.outputs)
@@ -269,10 +270,11 @@ class _CarryingWriter(GraphWriter):
         carried = {i: Carried(*self.orders.spots[i], self.orders.order) for i in self._is_carried}
         return self._with_annotations(replace(graph, outputs=outputs, carried=carried))
 
-    def _uses(self, node: Node, tensors: Sequence[int]) -> list[_Version]:
-        """In which versions an op reads or makes tensors."""
-        in_blocks = {i for i, has_factor in self.orders.uses(node) if has_factor} if node.id in self.chosen else set()
-        return [_Version(i, True) if i in in_blocks else self.orders.version(i) for i in tensors]
+    def _uses(self, node: Node) -> list[_Version]:
+        """In which versions an op reads and makes tensors."""
+        is_chosen = node.id in self.chosen
+        return [_Version(version.tensor, version.is_carried or (is_chosen and is_in_blocks))
+                for version, is_in_blocks in self.orders.uses(node)]  # fmt: skip
 
     def _make(self, version: _Version) -> int:
         self._numbers[version] = version.tensor

@@ -57,7 +57,7 @@ def _enter(t: Translation, x: TensorView) -> TensorView:
 
 
 @rule(torch.ops.meshfuse.leave_attention.default)
-def _leave(t: Translation, x: TensorView) -> TensorView:
+def _leave(t: Translation, x: TensorView, _: bool) -> TensorView:
     return x if t.spread is None else t.spread.left(t.fd, x)
 
 
