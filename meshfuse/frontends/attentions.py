@@ -13,6 +13,7 @@ from .capture import Captured
 from .context import Context
 from .cut import base_name, is_view
 from .fsdp import without_axes
+from .lines import line_of
 from .plans import axes_in
 from .sizes import Sizes
 from .spread import Spread
@@ -90,6 +91,12 @@ def _left(node: Node, is_forward: bool, is_view: bool) -> Iterator[tuple[Node, N
 def _inserted(before: Node, name: str, target: Any, args: tuple[Any, ...]) -> Node:
     with before.graph.inserting_before(before):
         return before.graph.create_node("call_function", target, args, name=name)
+
+
+def in_words(graph: Captured, found: Mapping[Node, Spread]) -> dict[str, str]:
+    """By name of an attention how it lies."""
+    nodes = graph.module.graph.find_nodes(op="call_function", target=_FORWARD)
+    return {line_of(node).name: str(found.get(node, "as the planner finds")) for node in nodes}
 
 
 def spreads(

@@ -17,7 +17,7 @@ def in_order(fd: Any, x: TensorView, carried: Carried) -> TensorView:
 def in_sequence(fd: Any, x: TensorView, carried: Carried) -> TensorView:
     """The inverse of `in_order`."""
     order = carried.order
-    return _reordered(fd, x, carried, [order.index(block) for block in range(len(order))])
+    return _reordered(fd, x, carried, sorted(range(len(order)), key=order.__getitem__))
 
 
 def _reordered(fd: Any, x: TensorView, carried: Carried, order: Sequence[int]) -> TensorView:

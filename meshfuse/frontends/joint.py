@@ -24,7 +24,7 @@ from ..plans.plan_cost import plan_cost
 from ..sharding.value import Sharding
 from .accumulating import NO_TERMS, SYNCED, Terms, terms_left
 from .activations import outputs_of_modules
-from .attentions import spreads, with_borders
+from .attentions import in_words, spreads, with_borders
 from .backward_parts import Part, parts_of
 from .block_orders import in_order, in_sequence
 from .capture import Captured, Source
@@ -98,7 +98,15 @@ class JointWriter:
             held = halves[-1].fd.output_shardings()[len(part.ends) :] if part.given else ()
         backward, rest = (*halves, None, None)[:2]
         return Step(
-            forward, backward, joint, results, len(self.cut.saved), rest, self.left, dict(self.setting.sync.taken)
+            forward,
+            backward,
+            joint,
+            results,
+            len(self.cut.saved),
+            rest,
+            self.left,
+            dict(self.setting.sync.taken),
+            in_words(self.graph, self.spreads) if self.setting.context is not None else {},
         )
 
     # the joint definition

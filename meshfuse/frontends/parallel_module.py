@@ -18,7 +18,6 @@ from ..definition.checks import checked_mesh
 from ..errors import SourceLine, caller_line, line_in_script, located, shown, user_error
 from ..mesh import DeviceMesh
 from ..report.bill import Bill, bill_of
-from ..report.explain import explain_all, explain_tensor
 from ..report.memory import modelled_memory
 from ..runtime.world import World
 from .accumulating import SYNCED, Sync, terms_held
@@ -27,6 +26,7 @@ from .autograd import Runner
 from .calls import Arguments, Call, read_call
 from .capture import Captured, captured
 from .context import Context, checked_context
+from .explaining import explained
 from .fsdp import FSDP
 from .hugging_face import with_shared_heads, with_static_cache
 from .joint import planned
@@ -34,7 +34,6 @@ from .kv_caches import WithCaches
 from .loading import init_weights, load
 from .module_state import STATE, State
 from .options import Options
-from .patterns import matches, nearest
 from .pipeline.assign import Assignment, assigned
 from .pipeline.assign import whole as on_all_ranks
 from .pipeline.clipping import clip_grad_norm
@@ -49,7 +48,7 @@ from .plan_value import Plan
 from .plans import ModulePlan, checked_specs, module_plan
 from .precision import Precision
 from .recompute import mark_recomputed, recomputed_modules
-from .steps import Half
+from .steps import Step
 
 
 def parallelize(
@@ -283,33 +282,16 @@ class ParallelModule(nn.Module):
         A name is a parameter's or module's full name, or a part at its end. Raises DefinitionError for one that no
         tensor has.
         """
-        line, found, halves = caller_line(), list[str](), _halves(self)
-        for title, half in halves.items():
-            compiled = half.fd.latest()
-            if name is None:
-                found.append(f"{title}\n{explain_all(compiled)}")
-            for tensor in compiled.graph.tensors:
-                if name is not None and _is_called(tensor.line.name, name):
-                    found.append(f"{title}: {explain_tensor(compiled, tensor.id)}")
-        if not found:
-            names = [t.line.name for half in halves.values() for t in half.fd.latest().graph.tensors]
-            raise user_error(
-                "explain: no tensor of this name", shown(name), f"such as {nearest(str(name), names)}", "", line
-            )
-        return "\n\n".join(found)
+        return explained(_steps(self), name, caller_line())
 
 
-def _halves(module: nn.Module) -> dict[str, Half]:
-    """The programs of the latest step, by what to call them."""
+def _steps(module: nn.Module) -> dict[str, Step]:
+    """The programs of the latest step, by the stage that they belong to; "" where there is one alone."""
     state: State = getattr(module, STATE)
-    if state.stepper is not None and state.stepper.last:
-        programs = state.stepper.last[0].programs
-        steps = {f"stage {stage}, " if len(programs) > 1 else "": made.step for stage, made in programs.items()}
-    else:
-        steps = {"": _ran(module).step}
-    titles = ("forward", "backward", "backward of weights")
-    return {f"{head}{title}": half for head, step in steps.items()
-            for title, half in zip(titles, step.halves, strict=False)}  # fmt: skip
+    if state.stepper is None or not state.stepper.last:
+        return {"": _ran(module).step}
+    programs = state.stepper.last[0].programs
+    return {f"stage {stage}, " if len(programs) > 1 else "": made.step for stage, made in programs.items()}
 
 
 def _stepper_of(module: nn.Module) -> Stepper:
@@ -317,11 +299,6 @@ def _stepper_of(module: nn.Module) -> Stepper:
     if state.stepper is None:
         raise user_error("step", "a function of mf.compile", "a model of mf.parallelize", "", caller_line())
     return state.stepper
-
-
-def _is_called(tensor: str, name: str) -> bool:
-    """Whether a tensor is the parameter of this name, or made by the module of this name."""
-    return bool(tensor) and (matches(name, tensor) or matches(name, tensor.rpartition(".")[0]))
 
 
 def _ran(module: nn.Module) -> Runner:

@@ -37,6 +37,11 @@ class Spread:
     heads: tuple[str, ...]
     counts: tuple[int, int]
 
+    def __str__(self) -> str:
+        if not self.ring:
+            return f"all rows of some heads, over {self.axis}"
+        return f"in a ring of {self.ring} over {self.axis}{', rows in zig-zag order' if self.is_zigzag else ''}"
+
     def entered(self, fd: Any, x: TensorView) -> TensorView:
         """A query, key, value or gradient [batch, heads, rows, width], as attention takes it."""
         self._place(fd, x, self.heads, self.axis)

@@ -99,6 +99,7 @@ class Step:
     rest: of a backward in two parts the second.
     left: the gradients that are returned as terms of sums over ranks.
     taken: those to which such terms of earlier calls are added.
+    attention: under context parallelism, by name of an attention in words how it lies.
     """
 
     forward: Half
@@ -109,6 +110,7 @@ class Step:
     rest: Half | None = None
     left: Terms = field(default_factory=dict)
     taken: Terms = field(default_factory=dict)
+    attention: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def halves(self) -> list[Half]:

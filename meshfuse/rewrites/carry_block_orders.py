@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..graph import Carried, Graph, Node, numbered
+from ..ops.block_order import zigzag_order
 from ..ops.opdef import BlockOrder, Call
 from ..ops.rules import DimFactors, FactorKind, Rule
 from ..ops.values import TensorRef
@@ -54,19 +55,27 @@ class _Inside(NamedTuple):
 
 
 def carry_block_orders(graph: Graph) -> Graph:
-    """The graph with the order of a ring's rows carried as far as that is cheapest; itself where there is none."""
-    order = _order_of_rings(graph)
+    """The graph with a zig-zag order of rows carried as far as that is cheapest; itself where there is none."""
+    order = _zigzag_order(graph)
     if order is None:
         return graph
     orders = _Orders(graph, order)
     return _CarryingWriter(graph, orders, _chosen(graph, orders)).carried()
 
 
-def _order_of_rings(graph: Graph) -> tuple[int, ...] | None:
-    """The order in which an op in rounds takes its rows, where it gets them so from an op that puts them in it."""
-    rings = {i for node in graph.nodes if node.call.op.ring_schedule is not None for i in node.inputs}
-    found = (order for node in graph.nodes if rings.intersection(node.outputs) and (order := _block_order(node)))
-    return next((order.order for order in found), None)
+def _zigzag_order(graph: Graph) -> tuple[int, ...] | None:
+    """The zig-zag order that an op puts blocks into, or takes them out of."""
+    for node in graph.nodes:
+        found = _block_order(node)
+        if found is not None and len(found.order) > 2:
+            order = zigzag_order(len(found.order) // 2)
+            if found.order in (order, _inverse(order)):
+                return order
+    return None
+
+
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _block_order(node: Node) -> BlockOrder | None:
@@ -85,7 +94,7 @@ class _Orders:
 
     def __init__(self, graph: Graph, order: tuple[int, ...]) -> None:
         self.graph, self.order = graph, order
-        self.inverse = tuple(order.index(block) for block in range(len(order)))
+        self.inverse = _inverse(order)
         self.versions: dict[int, _Version] = {}
         self.dropped: set[int] = set()
         self.spots: dict[int, _Spot] = {}
