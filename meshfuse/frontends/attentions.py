@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -93,10 +93,10 @@ def _inserted(before: Node, name: str, target: Any, args: tuple[Any, ...]) -> No
         return before.graph.create_node("call_function", target, args, name=name)
 
 
-def in_words(graph: Captured, found: Mapping[Node, Spread]) -> dict[str, str]:
-    """By name of an attention how it lies."""
-    nodes = graph.module.graph.find_nodes(op="call_function", target=_FORWARD)
-    return {line_of(node).name: str(found.get(node, "as the planner finds")) for node in nodes}
+def in_words(nodes: Iterable[Node], found: Mapping[Node, Spread]) -> dict[str, str]:
+    """By name of an attention among nodes how it lies."""
+    attentions = [node for node in nodes if node.target is _FORWARD]
+    return {line_of(node).name: str(found.get(node, "as the planner finds")) for node in attentions}
 
 
 def spreads(

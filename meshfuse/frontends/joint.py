@@ -106,7 +106,7 @@ class JointWriter:
             rest,
             self.left,
             dict(self.setting.sync.taken),
-            in_words(self.graph, self.spreads) if self.setting.context is not None else {},
+            in_words(self.cut.forward, self.spreads) if self.setting.context is not None else {},
         )
 
     # the joint definition
