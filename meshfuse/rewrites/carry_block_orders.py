@@ -55,12 +55,18 @@ class _Inside(NamedTuple):
 
 
 def carry_block_orders(graph: Graph) -> Graph:
-    """The graph with a zig-zag order of rows carried as far as that is cheapest; itself where there is none."""
+    """The graph with a zig-zag order of rows carried as far as that is cheapest; itself where that saves nothing."""
     order = _zigzag_order(graph)
     if order is None:
         return graph
     orders = _Orders(graph, order)
-    return _CarryingWriter(graph, orders, _chosen(graph, orders)).carried()
+    carried = _CarryingWriter(graph, orders, _chosen(graph, orders)).carried()
+    return carried if _reordered_bytes(carried) < _reordered_bytes(graph) else graph
+
+
+def _reordered_bytes(graph: Graph) -> int:
+    types = (node.call.results[0] for node in graph.nodes if _block_order(node) is not None)
+    return sum(t.numel * t.dtype.itemsize for t in types)
 
 
 def _zigzag_order(graph: Graph) -> tuple[int, ...] | None:
@@ -87,7 +93,7 @@ class _Orders:
     """What may be carried in an order.
 
     versions: by tensor that an op made by reordering another (or of which it did) what it is a version of.
-    dropped: the numbers of these ops.
+    dropped: the numbers of these ops; makers: by version the first of them that makes it.
     spots: by tensor that may be carried where its blocks are.
     factors: by op that may work on carried tensors the factor of its rule that has the blocks.
     """
@@ -97,6 +103,7 @@ class _Orders:
         self.inverse = _inverse(order)
         self.versions: dict[int, _Version] = {}
         self.dropped: set[int] = set()
+        self.makers: dict[_Version, Node] = {}
         self.spots: dict[int, _Spot] = {}
         self.factors: dict[int, _Inside] = {}
         self._near: dict[int, list[Node]] = {}
@@ -131,6 +138,7 @@ class _Orders:
             self.spots[of] = spot
             self.versions[tensor] = _Version(of, is_carried)
             self.dropped.add(node.id)
+            self.makers.setdefault(self.version(node.outputs[0]), node)
 
     def _spread(self) -> None:
         """Find all tensors that may be carried with those of the rings."""
@@ -295,6 +303,7 @@ class _CarryingWriter(GraphWriter):
         if version not in self._numbers:
             order = self.orders.order if version.is_carried else self.orders.inverse
             other = version._replace(is_carried=not version.is_carried)
+            self._origin = self.orders.makers.get(version, self._origin)  # the user's line
             self._numbers[version] = self._reordered(self._numbers[other], self.orders.spots[version.tensor], order)
         return self._numbers[version]
 
