@@ -198,6 +198,28 @@ def test_sizes_that_change_and_gradients_that_are_summed_later() -> None:
         assert difference(model(ids(), ids()), eager(ids(), ids())) < 1e-12
 
 
+class Twice(nn.Module):
+    """Attention whose result is the query of another one, and whose query is its keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.project(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return y + F.scaled_dot_product_attention(y, q, x.unflatten(-1, (4, 4)).transpose(1, 2))
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_tensors_that_two_attentions_share(method: str) -> None:
+    model, eager = pair(lambda: Twice().double())
+    mf.parallelize(model, LINE, inputs={"x": [None, "cp", None]}, context=METHODS[method])
+    x = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(0)).double()
+    assert difference(run(model, x), run(eager, x)) < 1e-12
+    assert gradients_differ_by(model, eager) < 1e-10
+
+
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_stages_of_a_pipeline_have_a_context(method: str) -> None:
     model, eager = pair(lambda: Tokens(4, 2, layers=2).double())
@@ -208,7 +230,7 @@ def test_stages_of_a_pipeline_have_a_context(method: str) -> None:
     assert difference(model.step(*arguments), run(eager, *arguments)) < 1e-12
     assert gradients_differ_by(model, eager) < 1e-10
     assert (
-        f"stage 1, attention\nlayers.1.attention_1: {'in a ring' if method == 'ring' else 'all rows'}"
+        f"attention\nstage 1, layers.1.attention_1: {'in a ring' if method == 'ring' else 'all rows'}"
         in model.explain()
     )
 

@@ -49,7 +49,7 @@ def with_borders(graph: Captured, method: str) -> Captured:
     made = torch.fx.Graph()
     copies: dict[Node, Node] = {}
     made.output(made.graph_copy(graph.module.graph, copies))
-    entered: dict[Node, Node] = {}
+    entered: dict[tuple[Node, Node], Node] = {}
     left: dict[Node, Node] = {}
     for node in made.find_nodes(op="call_function", target=_BACKWARD):
         node.update_arg(_OUTPUT, _base(node.args[_OUTPUT]))  # as attention has made it
@@ -65,26 +65,32 @@ def with_borders(graph: Captured, method: str) -> Captured:
     )  # fmt: skip
 
 
-def _enter(node: Node, names: Mapping[int, str], entered: dict[Node, Node]) -> None:
-    """Have attention read nodes behind its operands; `entered` has those that are there already."""
+def _enter(node: Any, names: Mapping[int, str], entered: dict[tuple[Node, Node], Node]) -> None:
+    """Have attention, or its backward, read nodes behind its operands.
+
+    entered: those that are there already, by the operand and the attention: its backward reads the same.
+    """
+    owner = node if node.target is _FORWARD else node.args[_OUTPUT].args[0]
     for place, name in names.items():
         given = node.args[place]
-        assert isinstance(given, Node)
-        if given not in entered:
-            entered[given] = _inserted(node, f"attention_{name}", _ENTER, (given,))
-            entered[given].meta = {**node.meta, "val": given.meta["val"]}
-        node.update_arg(place, entered[given])
+        if (given, owner) not in entered:
+            made = entered[given, owner] = _inserted(node, f"attention_{name}", _ENTER, (given,))
+            made.meta = {**node.meta, "val": given.meta["val"]}
+        node.update_arg(place, entered[given, owner])
 
 
 def _left(node: Node, is_forward: bool, is_view: bool) -> Iterator[tuple[Node, Node]]:
     """Nodes behind the results of attention, which all read but its own backward."""
     names = ("output",) if is_forward else ("query_gradient", "key_gradient", "value_gradient")
     for x in [x for x in node.users if x.args[1] < len(names)]:
-        readers = [user for user in x.users if user.target is not _BACKWARD]
+        readers = list(x.users)
         made = _inserted(x.next, f"attention_{names[x.args[1]]}", _LEAVE, (x, is_view))
         made.meta = dict(x.meta)
         for user in readers:
+            saved = user.args[_OUTPUT] if user.target is _BACKWARD else None
             user.replace_input_with(x, made)
+            if saved is x:
+                user.update_arg(_OUTPUT, x)
         yield x, made
 
 

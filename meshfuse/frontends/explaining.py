@@ -7,17 +7,19 @@ from collections.abc import Mapping
 from ..errors import SourceLine, shown, user_error
 from ..report.explain import explain_all, explain_tensor
 from .patterns import matches, nearest
-from .steps import Half, Step
+from .steps import Half
 
 
-def explained(steps: Mapping[str, Step], name: str | None, line: SourceLine) -> str:
-    """Why the tensors of a name lie as they do, in all programs of these steps; without a name a table of all.
+def explained(halves: Mapping[str, Half], attention: Mapping[str, str], name: str | None, line: SourceLine) -> str:
+    """Why the tensors of a name lie as they do, in all of these programs; without a name a table of all.
 
-    steps: by what their programs' titles begin with. Raises DefinitionError for a name that no tensor has.
+    halves: by title. attention: by name of an attention in words how it lies, under context parallelism.
+
+    Raises DefinitionError for a name that no tensor has.
     """
-    found, halves = list[str](), _halves(steps)
-    if name is None:
-        found += [f"{head}attention\n{_rows(step.attention)}" for head, step in steps.items() if step.attention]
+    found = list[str]()
+    if name is None and attention:
+        found.append("\n".join(["attention", *(f"{at}: {how}" for at, how in attention.items())]))
     for title, half in halves.items():
         compiled = half.fd.latest()
         if name is None:
@@ -31,17 +33,6 @@ def explained(steps: Mapping[str, Step], name: str | None, line: SourceLine) -> 
             "explain: no tensor of this name", shown(name), f"such as {nearest(str(name), names)}", "", line
         )
     return "\n\n".join(found)
-
-
-def _halves(steps: Mapping[str, Step]) -> dict[str, Half]:
-    """The programs, by what to call them."""
-    titles = ("forward", "backward", "backward of weights")
-    return {f"{head}{title}": half for head, step in steps.items()
-            for title, half in zip(titles, step.halves, strict=False)}  # fmt: skip
-
-
-def _rows(attention: Mapping[str, str]) -> str:
-    return "\n".join(f"{name}: {how}" for name, how in attention.items())
 
 
 def _is_called(tensor: str, name: str) -> bool:

@@ -48,7 +48,7 @@ from .plan_value import Plan
 from .plans import ModulePlan, checked_specs, module_plan
 from .precision import Precision
 from .recompute import mark_recomputed, recomputed_modules
-from .steps import Step
+from .steps import Half, Step
 
 
 def parallelize(
@@ -282,7 +282,8 @@ class ParallelModule(nn.Module):
         A name is a parameter's or module's full name, or a part at its end. Raises DefinitionError for one that no
         tensor has.
         """
-        return explained(_steps(self), name, caller_line())
+        attention = {f"{head}{at}": how for head, step in _steps(self).items() for at, how in step.attention.items()}
+        return explained(_halves(self), attention, name, caller_line())
 
 
 def _steps(module: nn.Module) -> dict[str, Step]:
@@ -292,6 +293,13 @@ def _steps(module: nn.Module) -> dict[str, Step]:
         return {"": _ran(module).step}
     programs = state.stepper.last[0].programs
     return {f"stage {stage}, " if len(programs) > 1 else "": made.step for stage, made in programs.items()}
+
+
+def _halves(module: nn.Module) -> dict[str, Half]:
+    """The programs of the latest step, by what to call them."""
+    titles = ("forward", "backward", "backward of weights")
+    return {f"{head}{title}": half for head, step in _steps(module).items()
+            for title, half in zip(titles, step.halves, strict=False)}  # fmt: skip
 
 
 def _stepper_of(module: nn.Module) -> Stepper:

@@ -44,23 +44,23 @@ class Spread:
 
     def entered(self, fd: Any, x: TensorView) -> TensorView:
         """A query, key, value or gradient [batch, heads, rows, width], as attention takes it."""
-        self._place(fd, x, self.heads, self.axis)
+        x = self._place(fd, x, self.heads, self.axis)
         if self.is_zigzag:
             return self._place(fd, fd.ops.zigzag(x, ROWS, self.ring), self.heads, self.axis)
         return x if self.ring else self._place(fd, fd.ops.set(x), (*self.heads, self.axis), None)
 
     def left(self, fd: Any, x: TensorView) -> TensorView:
         """What attention makes, as all else takes it: the inverse of `entered`."""
-        if self.ring:
-            self._place(fd, x, self.heads, self.axis)
+        x = self._place(fd, x, self.heads, self.axis) if self.ring else x
         if self.is_zigzag:
             return self._place(fd, fd.ops.unzigzag(x, ROWS, self.ring), self.heads, self.axis)
         return x if self.ring else self._place(fd, fd.ops.set(x), self.heads, self.axis)
 
     def _place(self, fd: Any, view: TensorView, heads: tuple[str, ...], rows: str | None) -> TensorView:
-        """Annotate a tensor that is no input and not annotated already; returns it."""
+        """Annotate a tensor, if nobody has; returns it, or of an input, which lies as it is passed, another one."""
         recording = fd.recording
-        if view.id not in recording.input_tensors() and not recording.is_annotated(view.id):
+        view = fd.ops.set(view) if view.id in recording.input_tensors() else view
+        if not recording.is_annotated(view.id):
             spec = (self.batch, self._heads(view.type.shape[-3], heads), rows, None)[-view.ndim :]
             layouts = layouts_of_spec(view.label, self.mesh, spec, view.ndim, self.line)
             annotating.annotate(recording, view.id, self.mesh, layouts, self.line)
