@@ -229,10 +229,8 @@ def test_stages_of_a_pipeline_have_a_context(method: str) -> None:
     arguments = ids(), ids(seed=2)
     assert difference(model.step(*arguments), run(eager, *arguments)) < 1e-12
     assert gradients_differ_by(model, eager) < 1e-10
-    assert (
-        f"attention\nstage 1, layers.1.attention_1: {'in a ring' if method == 'ring' else 'all rows'}"
-        in model.explain()
-    )
+    how = "in a ring of 2 over cp" if method == "ring" else "all rows of some heads, over cp"
+    assert f"\nstage 1, layers.1.attention_1: {how}" in model.explain()
 
 
 def parallel(context: Any, module: nn.Module | None = None) -> Any:
