@@ -45,6 +45,7 @@ _HOME = {
     "optim_params": "frontends.optim_params",
     "parallelize": "frontends.parallel_module",
     "Experts": "frontends.experts",
+    "Context": "frontends.context",
     "FSDP": "frontends.fsdp",
     "Pipeline": "frontends.pipeline.options",
     "plan": "frontends.automatic",
@@ -61,6 +62,7 @@ __all__ = [
     "ArgumentError",
     "CheckpointError",
     "Cluster",
+    "Context",
     "DataType",
     "DefinitionError",
     "DeviceMesh",
@@ -124,6 +126,7 @@ if TYPE_CHECKING:
     from .executor.shards import shard_tensor
     from .frontends.automatic import plan
     from .frontends.compiled_function import compile
+    from .frontends.context import Context
     from .frontends.experts import Experts
     from .frontends.fsdp import FSDP
     from .frontends.optim_params import optim_params

@@ -1,6 +1,7 @@
 """The stages in their order: the module to read first.
 
-definition → `specialize` → `split_biases` → `unify_links` → `apply_distributed_forms` (by `propagate`) →
+definition → `specialize` → `split_biases` → `unify_links` → `carry_block_orders` → `apply_distributed_forms` (by
+`propagate`) →
 `fuse_mean_variance` → `split_concats` → `update_in_place` → `reassociate_sums` → `merge_windows` →
 `lower_ring_ops` → `widen_sums` → `insert_resharding` → `hoist_reshards` → `rematerialize_gathers` →
 `bucket_collectives` →
@@ -42,6 +43,7 @@ from .reshard.bucketing import bucket_collectives
 from .reshard.hoist_reshards import hoist_reshards
 from .reshard.rematerialize import peak, rematerialize_gathers
 from .resharding import ReshardedDefinition, insert_resharding
+from .rewrites.carry_block_orders import carry_block_orders
 from .rewrites.distributed_forms import apply_distributed_forms
 from .rewrites.fuse_mean_variance import fuse_mean_variance
 from .rewrites.hoist_slices import Picked
@@ -203,7 +205,7 @@ def decided_without(
 
 def graph_to_plan(recording: Recording, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any]) -> Graph:
     """The stages before propagation."""
-    return unify_links(split_biases(specialize(recording, shapes, scalars)))
+    return carry_block_orders(unify_links(split_biases(specialize(recording, shapes, scalars))))
 
 
 def decided(

@@ -255,6 +255,7 @@ OTHERS = {
         "the lowering makes something else of the same operands each time",
     ),
     "parts": ("triu", {"concat_distributive": True}, "it is not the same on the parts of a dim"),
+    "order": ("triu", {"order_free": ("arg",)}, "it is not the same in another order"),
     "distributed form": ("cumsum", {"distributed": _unshifted}, "the distributed form is wrong"),
     "derivative": ("tanh", {"vjp": OPS["sigmoid"].vjp}, "the derivative is not that of the lowering"),
     "writes": ("relu", {"emit": _writing}, "the lowering fails on whole operands"),

@@ -138,10 +138,12 @@ class _Choice:
         """Whether a node is a view, a cast or a factory, or works on single bools and integers, such as masks."""
         if node.target is operator.getitem or draws(node):
             return False
+        if node.target is torch.ops.meshfuse.leave_attention.default:
+            return bool(node.args[1])
         is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
         value = node.meta.get("val")
         is_light = isinstance(value, torch.Tensor) and not value.is_floating_point()
-        return _base_name(node) in _CHEAP or (is_pointwise and (is_light or self._thrifty))
+        return base_name(node) in _CHEAP or (is_pointwise and (is_light or self._thrifty))
 
     def _repeat(self, node: Node) -> None:
         waiting = [node]
@@ -181,10 +183,11 @@ def draws(node: Node) -> bool:
 
 def is_view(node: Node) -> bool:
     """Whether a node has all elements of one tensor, in another shape."""
-    return _base_name(node) in _VIEWS
+    return base_name(node) in _VIEWS
 
 
-def _base_name(node: Node) -> str:
+def base_name(node: Node) -> str:
+    """The name of a node's op, without its overload."""
     return str(node.target).removeprefix("aten.").partition(".")[0]
 
 

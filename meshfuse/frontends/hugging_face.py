@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import nn
 
+# By version of transformers the function that says whether torch's attention takes fewer keys' heads than the query's.
+_ASKS_FOR_GROUPS = ("use_gqa_in_sdpa", "use_gqa_in_sdpa_attention")
+
 
 @contextmanager
 def without_new_caches(module: nn.Module) -> Iterator[None]:
@@ -25,6 +28,23 @@ def without_new_caches(module: nn.Module) -> Iterator[None]:
     finally:
         for config in made:
             config.use_cache = True
+
+
+@contextmanager
+def with_shared_heads() -> Iterator[None]:
+    """In this context attention of transformers does not repeat keys and values for the heads that share them.
+
+    It does so beside a mask, as kernels of torch need it there. Repeated ones would be sent as often as they are there.
+    """
+    attention: Any = sys.modules.get("transformers.integrations.sdpa_attention")
+    before = {name: function for name in _ASKS_FOR_GROUPS if (function := getattr(attention, name, None)) is not None}
+    for name in before:
+        setattr(attention, name, lambda *_: True)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(attention, name, function)
 
 
 def install_recorders(module: nn.Module, kwargs: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ them is freed after its use.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -18,10 +19,14 @@ from ..dtypes import from_torch
 from ..errors import located
 from ..executor.dtensor import placements_of
 from ..gc_pause import no_collection
+from ..graph import Carried
+from ..plans.plan_cost import plan_cost
 from ..sharding.value import Sharding
 from .accumulating import NO_TERMS, SYNCED, Terms, terms_left
 from .activations import outputs_of_modules
+from .attentions import in_words, spreads, with_borders
 from .backward_parts import Part, parts_of
+from .block_orders import in_order, in_sequence
 from .capture import Captured, Source
 from .cut import Cut, Reads, cut
 from .fsdp import gathers, in_turn, units_last
@@ -40,7 +45,11 @@ _HALVES = "fast"  # How the halves are planned: what matters of them the joint p
 def planned(graph: Captured, setting: Setting) -> Step:
     """Plan a captured graph for arguments of these shapes, and cut it."""
     with no_collection():
-        return JointWriter(graph, setting).step()
+        if setting.context is None:
+            return JointWriter(graph, setting).step()
+        ways = setting.context.ways()
+        writers = [JointWriter(with_borders(graph, way.method), replace(setting, context=way)) for way in ways]
+        return (writers[0] if len(ways) == 1 else min(writers, key=lambda writer: writer.seconds)).step()
 
 
 class JointWriter:
@@ -54,6 +63,7 @@ class JointWriter:
             elif source.place in setting.numbers:
                 self.sizes.bind([node.meta["val"]], [setting.numbers[source.place]])
         self.masks = recognised(graph.module.graph, self.sizes)
+        self.spreads = spreads(graph, self.masks, setting, self.sizes)
         self._read = Reads(self.masks)
         self.sharded = self._sharded()
         self.cut: Cut = self._with_gathered(cut(graph, self.masks, setting.max_memory is not None))
@@ -63,6 +73,7 @@ class JointWriter:
         self.held = [node for part in self.parts for node in part.given]
         self.left = NO_TERMS
         self._rows: dict[Node, int] = {}
+        self.orders: Mapping[Node, Carried] = {}
         self._specs = {source.place: self._result_spec(node, source.place) for node, source in self._results()}
 
     def _result_spec(self, node: Node, place: int) -> Spec | None:
@@ -77,7 +88,7 @@ class JointWriter:
         return (batch[1], *whole[1:]) if batch is not None and shape[0] == batch[0] else whole
 
     def step(self) -> Step:
-        joint, shardings = self._joint()
+        joint, shardings = self._joint
         forward = self._forward(shardings)
         results = tuple(forward.fd.output_shardings())
         saved = results[len(results) - len(self.cut.saved) :]
@@ -88,11 +99,25 @@ class JointWriter:
             held = halves[-1].fd.output_shardings()[len(part.ends) :] if part.given else ()
         backward, rest = (*halves, None, None)[:2]
         return Step(
-            forward, backward, joint, results, len(self.cut.saved), rest, self.left, dict(self.setting.sync.taken)
+            forward,
+            backward,
+            joint,
+            results,
+            len(self.cut.saved),
+            rest,
+            self.left,
+            dict(self.setting.sync.taken),
+            in_words(self.cut.forward, self.spreads) if self.setting.context is not None else {},
         )
 
     # the joint definition
 
+    @property
+    def seconds(self) -> float:
+        """The modelled time of a step, with what travels in rings."""
+        return plan_cost(self._joint[0].latest().sharded).seconds
+
+    @functools.cached_property
     def _joint(self) -> tuple[TracedDefinition, dict[Node, Sharding]]:
         """The joint definition, and the shardings in which it has what the halves hand on."""
         made, kept = self.written()
@@ -104,6 +129,8 @@ class JointWriter:
         results = self._results()
         ends = {node: left[place] for place, (node, _) in enumerate(results)}
         both = {node: s.reduced() for node, s in (found | ends).items() if s is not None}
+        carried = compiled.graph.carried
+        self.orders = {node: carried[view.id] for node, view in kept.items() if view.id in carried}
         return made.fd, {node: s for node, s in both.items() if _sayable(s, node, self.sizes)}
 
     def _terms_left(self, made: Translator, shardings: Mapping[int, Sharding]) -> Terms:
@@ -184,7 +211,7 @@ class JointWriter:
         outputs = self._finish_backward(made, part, earlier)
         terms = [Source("terms", source.name) for _, source in part.ends if source.name in earlier]
         for place, node in enumerate(part.given):
-            made.fd.add_output(made.values[node])
+            self._hand_on(made, node)
             outputs.append(Source("held", place=place))
         self._annotate_as(made, {node: shardings[node] for node in part.given if node in shardings})
         return Half(made.fd, (*taken, *(self.sources[node] for node in reads), *terms), tuple(outputs))
@@ -193,13 +220,20 @@ class JointWriter:
         """Define an input that another half hands over, as it lies."""
         view = made.input(node, self.setting.named(f"{kind}.{node.name}"), rows=self._rows.get(node, 0))
         annotating.shard(made.fd.recording, view.id, sharding, None, self.setting.line)
+        if node in self.orders:
+            made.values[node] = in_sequence(made.fd, view, self.orders[node])
+
+    def _hand_on(self, made: Translator, node: Node) -> None:
+        """Return a tensor for another half, in the order of rows in which the joint plan has it."""
+        view = made.values[node]
+        made.fd.add_output(view if node not in self.orders else in_order(made.fd, view, self.orders[node]))
 
     # parts of definitions
 
     def _writer(self, search: str | None = None, by_rule: bool = True) -> Translator:
         found = "follow" if by_rule and self._is_data_parallel() else search
         fd = TracedDefinition(max_memory=self.setting.max_memory, search=found, takes_over=self.setting.is_dynamic)
-        made = Translator(fd, self.sizes, replaced=self.masks, replicate=self.setting.replicate)
+        made = Translator(fd, self.sizes, replaced=self.masks, replicate=self.setting.replicate, spreads=self.spreads)
         for node, _ in self.graph.inputs:
             if not _is_tensor(node):
                 made.values[node] = self.sizes.number(node.meta.get("val"))
@@ -323,7 +357,7 @@ class JointWriter:
             self._end(made, node, source, self._name(source))
             outputs.append(source)
         for node in self.cut.saved if kept else ():
-            made.fd.add_output(made.values[node])
+            self._hand_on(made, node)
         return outputs
 
     def _end(

@@ -12,6 +12,7 @@ from torch import nn
 from ..errors import SourceLine
 from .accumulating import SYNCED, Sync
 from .calls import Arguments, Call
+from .context import Context
 from .plans import ModulePlan, Spec
 from .precision import Precision
 from .steps import Setting
@@ -28,6 +29,7 @@ class Options:
     max_memory: float | None
     replicate: bool
     recomputed: tuple[str, ...] = ()
+    context: Context | None = None
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -45,7 +47,7 @@ class Options:
             self._kept_dtypes(module, arguments.call), {i: leaf for i, leaf in leaves if type(leaf) is int},
             self.precision.reduce if self.precision is not None else None,
             arguments.batch(), free, self.replicate, bool(self.dynamic), self.max_memory,
-            sync=sync,
+            sync=sync, context=self.context,
         )  # fmt: skip
 
     def _kept_dtypes(self, module: nn.Module, call: Call) -> dict[Any, torch.dtype]:

@@ -18,22 +18,23 @@ from ..definition.checks import checked_mesh
 from ..errors import SourceLine, caller_line, line_in_script, located, shown, user_error
 from ..mesh import DeviceMesh
 from ..report.bill import Bill, bill_of
-from ..report.explain import explain_all, explain_tensor
 from ..report.memory import modelled_memory
 from ..runtime.world import World
 from .accumulating import SYNCED, Sync, terms_held
+from .attentions import check_attends
 from .autograd import Runner
 from .calls import Arguments, Call, read_call
 from .capture import Captured, captured
+from .context import Context, checked_context
 from .experts import checked_experts, exchanging
+from .explaining import explained
 from .fsdp import FSDP
-from .hugging_face import with_static_cache
+from .hugging_face import with_shared_heads, with_static_cache
 from .joint import planned
 from .kv_caches import WithCaches
 from .loading import init_weights, load
 from .module_state import STATE, State
 from .options import Options
-from .patterns import matches, nearest
 from .pipeline.assign import Assignment, assigned
 from .pipeline.assign import whole as on_all_ranks
 from .pipeline.clipping import clip_grad_norm
@@ -48,7 +49,7 @@ from .plan_value import Plan
 from .plans import ModulePlan, checked_specs, module_plan
 from .precision import Precision
 from .recompute import mark_recomputed, recomputed_modules
-from .steps import Half
+from .steps import Half, Step
 
 
 def parallelize(
@@ -56,7 +57,7 @@ def parallelize(
     fsdp: Any = None, dynamic: Mapping[str, Sequence[int]] | None = None, precision: Precision | None = None,
     backend: str | None = None, max_memory: float | None = None, fallback: str | None = None,
     pipeline: Pipeline | None = None, loss: Callable[[Any, Any], torch.Tensor] | None = None,
-    checkpoint: str | Sequence[str] | None = None, experts: Any = None,
+    checkpoint: str | Sequence[str] | None = None, experts: Any = None, context: Context | None = None,
 ) -> Any:  # fmt: skip
     """Have a module's forward and backward run as programs over a mesh; returns the module itself.
 
@@ -80,6 +81,7 @@ def parallelize(
         ranks that a launcher started, parameters that other stages have are None.
     checkpoint: patterns of modules whose activations are computed again in the backward: of each its result is kept.
     experts: axes that the experts of each layer are cut over (`mf.Experts`): rows of tokens then go to them and back.
+    context: attention over a sequence whose rows are cut over an axis of the mesh (`mf.Context`).
     loss: for `step`: a function of the model's result and a target; None where the model returns a loss itself.
 
     Raises DefinitionError for a plan, mesh or names that do not fit the module, ArgumentError for a mesh of other ranks
@@ -100,7 +102,8 @@ def parallelize(
         sizes = checked_specs("dynamic", dynamic, names, found, line)
         requested(backend, line)
         again = recomputed_modules(module, checkpoint, line)
-        options = Options(specs, sizes, precision, backend, max_memory, fallback == "replicate", again)
+        attentions = checked_context(context, found, line)
+        options = Options(specs, sizes, precision, backend, max_memory, fallback == "replicate", again, attentions)
         where = module_plan(module, found, plan, fsdp, specs, line, checked_experts(experts, found, line))
         device = _device(module, mesh)
         check_same_weights(module, World.current().all_ranks, "every rank")
@@ -273,32 +276,23 @@ class ParallelModule(nn.Module):
         A name is a parameter's or module's full name, or a part at its end. Raises DefinitionError for one that no
         tensor has.
         """
-        line, found, halves = caller_line(), list[str](), _halves(self)
-        for title, half in halves.items():
-            compiled = half.fd.latest()
-            if name is None:
-                found.append(f"{title}\n{explain_all(compiled)}")
-            for tensor in compiled.graph.tensors:
-                if name is not None and _is_called(tensor.line.name, name):
-                    found.append(f"{title}: {explain_tensor(compiled, tensor.id)}")
-        if not found:
-            names = [t.line.name for half in halves.values() for t in half.fd.latest().graph.tensors]
-            raise user_error(
-                "explain: no tensor of this name", shown(name), f"such as {nearest(str(name), names)}", "", line
-            )
-        return "\n\n".join(found)
+        attention = {f"{head}{at}": how for head, step in _steps(self).items() for at, how in step.attention.items()}
+        return explained(_halves(self), attention, name, caller_line())
+
+
+def _steps(module: nn.Module) -> dict[str, Step]:
+    """The programs of the latest step, by the stage that they belong to; "" where there is one alone."""
+    state: State = getattr(module, STATE)
+    if state.stepper is None or not state.stepper.last:
+        return {"": _ran(module).step}
+    programs = state.stepper.last[0].programs
+    return {f"stage {stage}, " if len(programs) > 1 else "": made.step for stage, made in programs.items()}
 
 
 def _halves(module: nn.Module) -> dict[str, Half]:
     """The programs of the latest step, by what to call them."""
-    state: State = getattr(module, STATE)
-    if state.stepper is not None and state.stepper.last:
-        programs = state.stepper.last[0].programs
-        steps = {f"stage {stage}, " if len(programs) > 1 else "": made.step for stage, made in programs.items()}
-    else:
-        steps = {"": _ran(module).step}
     titles = ("forward", "backward", "backward of weights")
-    return {f"{head}{title}": half for head, step in steps.items()
+    return {f"{head}{title}": half for head, step in _steps(module).items()
             for title, half in zip(titles, step.halves, strict=False)}  # fmt: skip
 
 
@@ -307,11 +301,6 @@ def _stepper_of(module: nn.Module) -> Stepper:
     if state.stepper is None:
         raise user_error("step", "a function of mf.compile", "a model of mf.parallelize", "", caller_line())
     return state.stepper
-
-
-def _is_called(tensor: str, name: str) -> bool:
-    """Whether a tensor is the parameter of this name, or made by the module of this name."""
-    return bool(tensor) and (matches(name, tensor) or matches(name, tensor.rpartition(".")[0]))
 
 
 def _ran(module: nn.Module) -> Runner:
@@ -392,6 +381,7 @@ def _made(
     options, places = state.options, state.places
     arguments = Arguments(state.names, options.inputs, state.plan, places.is_simulated, call, line)
     graph = _captured(module, state, arguments, line, all_results)
+    check_attends(graph, options.context, state.line)
     setting = options.setting(module, state.plan, arguments, state.line, graph.numbers_only, sync)
 
     def full() -> Runner:
@@ -414,7 +404,8 @@ def _captured(module: Any, state: State, arguments: Arguments, line: SourceLine,
     if key not in state.graphs:
         example = arguments.whole(options.dynamic, device, options.dtype)
         numbers_only = call.has_gradient and not all_results
-        with as_plain(module), torch.set_grad_enabled(call.has_gradient):
+        shared = with_shared_heads() if options.context is not None else nullcontext()
+        with as_plain(module), shared, torch.set_grad_enabled(call.has_gradient):
             entry, args, kwargs = _entry(module, call, example)
             state.graphs[key] = captured(
                 entry, args, kwargs, device, line, scalars_only=numbers_only, dtype=options.dtype, given=arguments.text

@@ -58,6 +58,31 @@ def _gradients(ctx: Any, grad: Any, *_: Any) -> Any:
 attention.register_autograd(_gradients, setup_context=_save)
 
 
+@torch.library.custom_op("meshfuse::enter_attention", mutates_args=())
+def enter_attention(x: torch.Tensor) -> torch.Tensor:
+    """A tensor as attention reads it under context parallelism; `leave_attention` is the way back."""
+    raise AssertionError("attention of a captured graph is translated, not run")
+
+
+@enter_attention.register_fake
+def _(x: Any) -> Any:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("meshfuse::leave_attention", mutates_args=())
+def leave_attention(x: torch.Tensor, is_view: bool) -> torch.Tensor:
+    """What attention makes under context parallelism, as all else reads it.
+
+    is_view: whether nothing moves for that, so that a backward need not keep both.
+    """
+    raise AssertionError("attention of a captured graph is translated, not run")
+
+
+@leave_attention.register_fake
+def _(x: Any, is_view: bool) -> Any:
+    return torch.empty_like(x)
+
+
 TORCHS = F.scaled_dot_product_attention
 
 

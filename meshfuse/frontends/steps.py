@@ -16,6 +16,7 @@ from ..mesh import DeviceMesh
 from ..sharding.value import Sharding
 from .accumulating import SYNCED, Sync, Terms
 from .capture import Source
+from .context import Context
 from .fsdp import without_axes
 from .plans import ModulePlan, Spec
 from .traced import TracedDefinition
@@ -38,6 +39,7 @@ class Setting:
     ends: by place of a result how it is cut, where that is said.
     is_split: whether the backward comes in two parts, the gradients of arguments first.
     sync: whether gradients are left as terms of sums over ranks, and which such terms are added to them.
+    context: how attention over a sequence is cut over ranks; None for as the planner finds.
     """
 
     plan: ModulePlan
@@ -56,6 +58,7 @@ class Setting:
     ends: Mapping[int, Spec] = field(default_factory=dict)
     is_split: bool = False
     sync: Sync = SYNCED
+    context: Context | None = None
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -96,6 +99,7 @@ class Step:
     rest: of a backward in two parts the second.
     left: the gradients that are returned as terms of sums over ranks.
     taken: those to which such terms of earlier calls are added.
+    attention: under context parallelism, by name of an attention in words how it lies.
     """
 
     forward: Half
@@ -106,6 +110,7 @@ class Step:
     rest: Half | None = None
     left: Terms = field(default_factory=dict)
     taken: Terms = field(default_factory=dict)
+    attention: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def halves(self) -> list[Half]:

@@ -16,6 +16,7 @@ from .aten import Translation, rule_for
 from .lines import line_of
 from .replicated import replicated
 from .sizes import Sizes
+from .spread import Spread
 from .traced import TracedDefinition
 
 
@@ -28,6 +29,7 @@ class Translator:
     replaced: by node other arguments than it has.
     replicate: whether ops without a rule are computed whole on every rank.
     sharded: parameters among the inputs that are to be gathered before they are read.
+    spreads: by node of attention how it lies, under context parallelism.
     """
 
     fd: TracedDefinition
@@ -36,6 +38,7 @@ class Translator:
     replaced: Mapping[torch.fx.Node, tuple[Any, ...]] = field(default_factory=dict)
     replicate: bool = False
     sharded: set[torch.fx.Node] = field(default_factory=set)
+    spreads: Mapping[torch.fx.Node, Spread] = field(default_factory=dict)
 
     def input(self, node: torch.fx.Node, line: SourceLine, dtype: Any = None, rows: int = 0) -> TensorView:
         """Make a node an input of the definition, as it is (or of another type); the line has its name.
@@ -75,7 +78,7 @@ class Translator:
         return found
 
     def _translation(self, node: torch.fx.Node) -> Translation:
-        return Translation(self.fd, node.meta.get("val"), self.sizes)
+        return Translation(self.fd, node.meta.get("val"), self.sizes, self.spreads.get(node))
 
     def _argument(self, value: Any) -> Any:
         """An argument of a node with the values of the nodes in it."""

@@ -5,11 +5,12 @@
 
 from .calls import CallTable
 from .concrete import shape_scalars, specialize
-from .nodes import Graph, Node, Rewriting, Stream, Tensor, needed, numbered, reordered, rewritten, users
+from .nodes import Carried, Graph, Node, Rewriting, Stream, Tensor, needed, numbered, reordered, rewritten, users
 from .order import depth_first
 
 __all__ = [
     "CallTable",
+    "Carried",
     "Graph",
     "Node",
     "Rewriting",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from ..errors import SourceLine
 from ..fast_dataclass import quickly_made
@@ -74,6 +74,17 @@ class Node:
         return self.call.op.name
 
 
+class Carried(NamedTuple):
+    """A tensor that is in another order than its op in the definition makes it.
+
+    The dim is [outer, blocks, the rest]; block i of it is block order[i] of the definition's tensor.
+    """
+
+    dim: int
+    outer: int
+    order: tuple[int, ...]
+
+
 class Rewriting(Protocol):
     """A function that writes some ops of a graph, known by their numbers, in other ops.
 
@@ -95,6 +106,7 @@ class Graph:
     streams: the tensors to be worked on in chunks.
     rewritings: those that made this graph of the definition's own ops, first one first.
     stationary: by tensor the mesh axes along which no collective may move it.
+    carried: the tensors that are in another order than in the definition.
     """
 
     tensors: tuple[Tensor, ...]
@@ -109,6 +121,7 @@ class Graph:
     rewritings: tuple[Rewriting, ...] = ()
     implied: Mapping[int, str] = field(default_factory=dict)
     stationary: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    carried: Mapping[int, Carried] = field(default_factory=dict)
 
     def shape(self, tensor: int) -> tuple[int, ...]:
         return self.tensors[tensor].type.shape

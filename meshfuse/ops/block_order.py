@@ -13,6 +13,11 @@ from .vjp import Backward, Tensor, each
 K = ParamKind
 
 
+def zigzag_order(ring: int) -> tuple[int, ...]:
+    """Of 2 `ring` chunks in zig-zag order, by place the number of the chunk: block r is r and 2 ring - 1 - r."""
+    return tuple([chunk for block in range(ring) for chunk in (block, 2 * ring - 1 - block)])
+
+
 def _infer(call: Call) -> tuple[TensorType, ...]:
     (arg,), order = call.types, call["order"]
     n = arg.shape[dim_of(call)]

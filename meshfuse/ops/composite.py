@@ -13,6 +13,7 @@ from typing import Any
 from ..argument_checks import as_int
 from ..dtypes import Category, DataType
 from ..errors import shown, user_error
+from .block_order import zigzag_order
 from .shape_arithmetic import check_dim, check_order, check_reduced, is_in_range
 from .values import ParamKind
 
@@ -276,7 +277,7 @@ def argmax(fd: Any, x: Any, dim: int | None = None, keepdim: bool = False) -> An
 def _zigzag_order(ring: int) -> list[int]:
     if not 1 <= ring <= _MOST_BLOCKS:
         raise user_error("zigzag: ring", shown(ring), f"1 to {_MOST_BLOCKS}", "Give the number of blocks of the ring.")
-    return [chunk for block in range(ring) for chunk in (block, 2 * ring - 1 - block)]
+    return list(zigzag_order(ring))
 
 
 def zigzag(fd: Any, x: Any, dim: int, ring: int) -> Any:

@@ -150,6 +150,7 @@ OPS = (
         samples=_samples,
         nvfuser=_nvfuser,
         vjp=each(weight=_weight_vjp),
+        order_free=("input",),
         scheduler="expr_eval",
         about="rows of `weight` by index, as torch's embedding",
     ),

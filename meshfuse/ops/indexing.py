@@ -351,6 +351,7 @@ OPS = (
         samples=lambda: [*_take_samples(), _lookup(_t(6, 8), (1, 3), 1, 0, 7, 3)],
         nvfuser=_take_nvfuser,
         vjp=each(arg=_take_vjp),
+        order_free=("arg", "index"),
         about="elements along `dim` by an index that broadcasts against the other dims",
     ),
     OpDef(
@@ -364,6 +365,7 @@ OPS = (
         samples=lambda: [*_take_samples()[::2], _lookup(_t(6, 8), (4, 3), 1, 0, 7, 3, 5, 2)],
         nvfuser=_gather_nvfuser,
         vjp=each(arg=_gather_vjp),
+        order_free=("arg", "index"),
         about="elements along `dim` by an index of the result's shape, as torch.gather",
     ),
     OpDef(

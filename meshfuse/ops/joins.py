@@ -201,7 +201,7 @@ OPS = (
           _pad_infer, _pad_rule, _pad_emit, Partial.PICKED,
           samples=lambda: [_sample((6, 8), [1, 2]), _sample((6, 8), [0, 0, 2, 1], 1.5),
                                                             _sample((4, 6), [0, 0, 4, 8]), _sample((4, 6), [-1, 2])],
-          nvfuser=_pad_nvfuser, window=_pad_window, vjp=each(arg=_pad_bwd), scheduler="resize",
+          nvfuser=_pad_nvfuser, window=_pad_window, vjp=each(arg=_pad_bwd), order_free=("arg",), scheduler="resize",
           about="`value` (0) before and after; widths in pairs from the last dim on, as in torch; negative ones cut"),
     OpDef("cat", (Param("tensors", K.TENSORS), Param("dim", K.DIM, 0), Param("manual_padding", K.BOOL, False)),
           _cat_infer, _cat_rule, _cat_emit, Partial.JOINT, distributed=_distributed_cat,

@@ -339,6 +339,9 @@ class OpDef:
     # Whether the op may be computed on the parts of a dim: its results on these, put together or (for a reduced dim)
     # reduced, are then its result on the whole. A SHAPE parameter must be the result's shape.
     concat_distributive: bool = False
+    # Of an op without that: the parameters whose tensors may be in another order along a factor that all of them have,
+    # if the other tensors with this factor are, too. A sum over the factor is then the same.
+    order_free: tuple[str, ...] = ()
     # Whether the result is a view of the first operand, if that is dense.
     is_view: bool = False
     # Whether the op does nothing where operand and result have the same shape, and is then left out.

@@ -130,6 +130,7 @@ OPS = (
         samples=_samples,
         nvfuser=_nvfuser,
         vjp=each(arg=_operand_vjp, src=_source_vjp),
+        order_free=("arg", "index"),
         about="`arg` with `src` written along `dim` at the places that `index` names",
     ),
 )

@@ -235,6 +235,7 @@ OPS = (
         _rule,
         _unless_empty(_var_emit),
         vjp=each(arg=_var_vjp),
+        order_free=("arg",),
         nvfuser=_real_variance,
         distributed=_distributed,
         samples=lambda: [
@@ -251,6 +252,7 @@ OPS = (
         _rule,
         _unless_empty(_var_mean_emit),
         vjp=each(arg=_var_mean_vjp),
+        order_free=("arg",),
         samples=_samples,
         nvfuser=_listed_dims,
         distributed=_distributed,
@@ -263,6 +265,7 @@ OPS = (
         _rule,
         _unless_empty(_welford_emit),
         vjp=each(arg=_welford_vjp),
+        order_free=("arg",),
         samples=lambda: [Sample((_EXAMPLE, [1]))],
         nvfuser=_welford_nvfuser,
         distributed=_distributed,

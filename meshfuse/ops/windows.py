@@ -237,6 +237,7 @@ OPS = (
                            _sample((7, 8), [1, 3], [6, 8], [2, 4]), _sample((13, 9), [4, 0], [11, 9], [3, 2]),
                            _sample((12, 8), [4, 0], [8, 8]), _sample((6, 8), [3, 1], [4, 7])],
           nvfuser=_slice_nvfuser, window=_slice_window, distributed=_distributed_slice,
-          has_form=_has_parts, vjp=each(arg=_slice_bwd), is_view=True, is_cheap=True, scheduler="resize",
+          has_form=_has_parts, vjp=each(arg=_slice_bwd), order_free=("arg",), is_view=True, is_cheap=True,
+          scheduler="resize",
           about="elements `start_indices` to `end_indices` of every dim, in steps of `strides`"),
 )  # fmt: skip

@@ -85,6 +85,9 @@ class Explainer:
         yield f"{made.label}: {made.type}, sharded {sharding} on {sharding.mesh}"
         yield f"  {self._maker(tensor)} at {quoted(made.line)}"
         yield from self._promoted(tensor)
+        if tensor in self.graph.carried:
+            dim, _, order = self.graph.carried[tensor]
+            yield f"  its dim {dim} is in zig-zag order, in {len(order)} chunks"
         yield from (f"  {line}" for line in self._why(tensor))
         yield from (f"  {line}" for line in (self._stationary(tensor) if replanned else ()))
         yield from (f"  {line}" for line in self._alternative(tensor))

@@ -94,7 +94,7 @@ class _Follower:
         if placement.step is not None:
             ttype = node.call.types[0]
             seconds = price(placement.step, ttype.shape, ttype.dtype.itemsize).seconds
-        return Choice(placement, Source("operand"), seconds)
+        return Choice(placement, Source("operand" if node.inputs else "whole"), seconds)
 
     def _placement(self, node: Node) -> Placement:
         operands = list(self._operands(node))

@@ -46,6 +46,7 @@ from .cases import (
 from .concat_distributive import concat_problem
 from .defined import Annotated, defined_problem, form_cases, unsharded
 from .layouts import MOST_RANKS, dim_layouts, meshes
+from .order_free import order_problem
 from .parts import ways
 
 C = TypeVar("C")
@@ -137,7 +138,7 @@ def _check(op: OpDef, given: Sequence[Sample], max_examples: int, max_ranks: int
             _raise(defined_problem(op, case, known))
     _search(annotated_calls(op, given, max_ranks), lambda case: defined_problem(op, case), -(-max_examples // 10))
     for sample in given:
-        _raise(concat_problem(op, sample) or gradient_problem(op, sample))
+        _raise(concat_problem(op, sample) or order_problem(op, sample) or gradient_problem(op, sample))
     for adjoint in op.adjoints:
         samples = [_of_adjoint(op, sample) for sample in given if _is_float(make_call(op, sample))]
         samples = [sample for sample in samples if _is_float(make_call(adjoint, sample))]

@@ -8,7 +8,9 @@ import torch
 
 from ...definition.tensor_view import TensorView
 from ...dtypes import DataType
+from ...ops.attention.operands import STATE
 from .. import sdpa
+from .ring import Ring
 from .table import Translation, rule
 
 assert sdpa.attention is not None  # its import registers the ops of this file
@@ -24,9 +26,13 @@ def _forward(
 ) -> tuple[TensorView, ...]:  # fmt: skip
     missing = _HEADS - query.ndim
     q, k, v = (_lifted(t, x, missing) for x in (query, key, value))
-    out, lse, *state = t.ops.sdpfa_fwd(
-        q, k, v, **_added(t, mask), dropout_p=dropout_p or None, is_causal=is_causal, scale=scale
-    )
+    if t.spread is not None and t.spread.ring:
+        out, lse = _ring(t, q, k, mask, is_causal, scale).forward((q, k, v))
+        state = [t.ops.full(list(x.shape), 0, x.dtype) for x in STATE]
+    else:
+        out, lse, *state = t.ops.sdpfa_fwd(
+            q, k, v, **_added(t, mask), dropout_p=dropout_p or None, is_causal=is_causal, scale=scale
+        )
     return _lowered(t, out, missing), _lowered(t, lse, missing), *state
 
 
@@ -38,8 +44,26 @@ def _gradients(
 ) -> tuple[TensorView, ...]:  # fmt: skip
     missing = _HEADS - query.ndim
     lifted = [_lifted(t, x, missing) for x in (grad, query, key, value, output, logsumexp)]
-    made = t.ops.sdpfa_bwd(*lifted, dropout_p, is_causal, seed, offset, scale, **_added(t, mask))
+    if t.spread is not None and t.spread.ring:
+        made = _ring(t, *lifted[1:3], mask, is_causal, scale).backward(lifted[:5], lifted[5])
+    else:
+        made = t.ops.sdpfa_bwd(*lifted, dropout_p, is_causal, seed, offset, scale, **_added(t, mask))
     return tuple(_lowered(t, x, missing) for x in made)
+
+
+@rule(torch.ops.meshfuse.enter_attention.default)
+def _enter(t: Translation, x: TensorView) -> TensorView:
+    return x if t.spread is None else t.spread.entered(t.fd, x)
+
+
+@rule(torch.ops.meshfuse.leave_attention.default)
+def _leave(t: Translation, x: TensorView, _: bool) -> TensorView:
+    return x if t.spread is None else t.spread.left(t.fd, x)
+
+
+def _ring(t: Translation, q: TensorView, k: TensorView, mask: Any, is_causal: bool, scale: float | None) -> Ring:
+    assert t.spread is not None
+    return Ring(t, t.spread, q.type.shape[-2], k.type.shape[-2], is_causal, scale, _added(t, mask))
 
 
 def _lifted(t: Translation, x: TensorView, dims: int) -> TensorView:

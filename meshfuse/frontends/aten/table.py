@@ -16,6 +16,7 @@ import torch
 from ...definition.tensor_view import TensorView
 from ...dtypes import DataType, from_torch
 from ..sizes import Sizes
+from ..spread import Spread
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
@@ -53,11 +54,13 @@ class Translation:
     fd: the definition that is written.
     results: the node's results as the graph describes them (fake tensors), a tuple of them where there are several.
     sizes: the numbers of the graph's symbolic sizes.
+    spread: of attention how it lies on the mesh; None for as the planner finds.
     """
 
     fd: Any
     results: Any
     sizes: Sizes
+    spread: Spread | None = None
 
     @property
     def ops(self) -> Any:

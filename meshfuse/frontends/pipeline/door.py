@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,8 +17,10 @@ from ...report.bill import Bill, BillEntry, bill_of
 from ...report.memory import modelled_memory
 from ...resharding import shard_bytes
 from ..accumulating import Sync
+from ..attentions import check_attends
 from ..calls import Arguments, Call, read_call
 from ..capture import Captured
+from ..hugging_face import with_shared_heads
 from ..options import Options
 from ..placing import Place, Places
 from ..plans import ModulePlan
@@ -152,6 +154,7 @@ class Stepper:
             self.options.line,
         )
         graph = self._captured(arguments, line)
+        check_attends(graph, self.options.asked.context, self.options.line)
         stages = stage_graphs(graph, self.assignment.cuts, len(call.leaves), self.options.line)
         check_weights(stages, self.assignment.owners, self.options.line)
         sync = Sync(leaves=self.schedule.microbatches > 1)
@@ -168,7 +171,8 @@ class Stepper:
 
     def _captured(self, arguments: Arguments, line: SourceLine) -> Captured:
         dtype = self.options.asked.dtype
-        with self.plain(), self.elsewhere.there():
+        shared = with_shared_heads() if self.options.asked.context is not None else nullcontext()
+        with self.plain(), shared, self.elsewhere.there():
             found = captured_loss(self.whole, arguments, self.places.device, dtype, line)
         mark_recomputed(found, self.options.asked.recomputed)
         return found

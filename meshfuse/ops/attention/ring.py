@@ -12,6 +12,7 @@ from ...dtypes import DataType
 from ...errors import user_error
 from ...kernels.table import kernel
 from ...sharding.layout import Runs
+from ..block_order import zigzag_order
 from ..opdef import Call, Emit, OpDef, RingSchedule, Sample
 from ..rules import DimFactors, FactorKind, Rule
 from ..shape_arithmetic import UNKNOWN
@@ -227,8 +228,7 @@ def _bwd_vjp(b: Backward) -> dict[str, Any]:
 
 def _zigzag_chunks(b: Backward) -> Sequence[int]:
     """By place the number of the chunk of rows that stands there; () for rows in order."""
-    ring = b["ring"]
-    return [chunk for block in range(ring) for chunk in (block, 2 * ring - 1 - block)] if b["zigzag"] else ()
+    return zigzag_order(b["ring"]) if b["zigzag"] else ()
 
 
 def _sample(
