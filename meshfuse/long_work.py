@@ -17,8 +17,8 @@ _AFTER, _EVERY = 1.0, 0.5  # Seconds until work is long, and between two looks a
 def saying(what: str) -> Iterator[None]:
     """In this context, if it lasts, stderr says what is done: rank 0's, unless MESHFUSE_QUIET is set.
 
-    On a terminal it is one line with the seconds so far, which goes when the work is done. Elsewhere there is a line
-    after the first second, and one with the time at the end.
+    On a terminal it is one line with the seconds so far, which goes when the work is done. Elsewhere it is a line of
+    its own, after the first second.
     """
     if os.environ.get(VARIABLE, "") not in ("", "0") or os.environ.get("RANK", "0") != "0" or sys.stderr is None:
         yield
@@ -41,8 +41,6 @@ def _tell(what: str, done: threading.Event, begin: float) -> None:
         _on_terminal(what, done, begin)
         return
     _write(f"meshfuse: {what} ...\n")
-    done.wait()
-    _write(f"meshfuse: {what} took {time.monotonic() - begin:.1f} s\n")
 
 
 def _on_terminal(what: str, done: threading.Event, begin: float) -> None:
