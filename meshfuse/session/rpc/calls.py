@@ -205,8 +205,11 @@ class Calls:
             ) from error  # fmt: skip
 
     def _note_failure(self, error: BaseException, peer: int) -> None:
-        """Ranks of a script say on their side, too, what has failed there; a session's controller tells its user."""
-        if self.agent.is_spmd:
+        """Ranks of a script say on their side, too, what has failed there; a session's controller tells its user.
+
+        Not that a group or a peer has ended: that is not of the function's making.
+        """
+        if self.agent.is_spmd and not isinstance(error, SessionError):
             log.warning("rpc: on %s a call of %s raised %s", self.me.name, self.peer(peer).name, error_text(error))
 
     # References
