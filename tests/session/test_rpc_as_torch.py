@@ -155,16 +155,21 @@ def shared_values() -> list[str]:
     return [info[f"num_{what}"] for what in ("owner_rrefs", "forks", "pending_users", "pending_futures")]
 
 
+def none_shared() -> bool:
+    """Whether no value is shared any more; waits for what is on its way."""
+    until = time.monotonic() + 20
+    while shared_values() != ["0", "0", "0", "0"] and time.monotonic() < until:
+        time.sleep(0.01)
+    return shared_values() == ["0", "0", "0", "0"]
+
+
 def test_counts_are_those_of_values_that_are_shared() -> None:
     mine = rpc.RRef(1)
-    assert shared_values() == ["0", "0", "0", "0"]
+    assert none_shared() and rpc.rpc_sync(1, none_shared)
     held = rpc.rpc_sync(1, rpc.RRef, (mine,))  # a value that is a reference to another one
     assert shared_values() == ["1", "1", "0", "0"] and rpc.rpc_sync(1, shared_values) == ["1", "1", "0", "0"]
     del held
-    until = time.monotonic() + 10
-    while shared_values() != ["0", "0", "0", "0"] and time.monotonic() < until:
-        time.sleep(0.01)
-    assert shared_values() == ["0", "0", "0", "0"] and mine.local_value() == 1
+    assert none_shared() and mine.local_value() == 1
 
 
 def test_texts_of_references_have_their_numbers() -> None:

@@ -290,7 +290,10 @@ class Calls:
             return self.table.entry(rref._id, self._limit(timeout) or FOREVER).value.wait()
         if rref._created is not None and rref._created.done():
             _raise_failed_creation(rref._created)
-        return self.sync(rref._owner, _fetch, (rref._id, self._limit(timeout)), {}, timeout)
+        value = self.sync(rref._owner, _fetch, (rref._id, self._limit(timeout)), {}, timeout)
+        if rref._created is not None:
+            rref.confirm()  # The call that made the value has told the owner of this reference.
+        return value
 
     def proxy(self, rref: RRef[Any], how: str, timeout: float | None) -> Any:
         """An object whose methods run on the owner."""

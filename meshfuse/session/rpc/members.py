@@ -130,7 +130,8 @@ class Members:
         elsewhere = []
         for member in missing:
             rank, state = member.info.id, state_of(member.process)
-            if state == GONE or self.store.check([_gone(rank)]):
+            has_ended = state == GONE or self.store.check([_gone(rank)])
+            if has_ended and not self.store.check([keys[rank]]):  # It may have come meanwhile, and then ended.
                 ended = "its process has ended" if state == GONE else "it has left the group"
                 raise self.lost(rank, f"{ended} before it came to {what}")
             elsewhere += [rank] if state is None else []
