@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from ..ops.values import TensorType
 from ..reshard.bounds import at_least
 from ..sharding.value import Sharding
 from .cost_graph import Costs, Numbers
-from .reshard_costs import DISPLACED, GOOD, LOW, NONE, UNEVEN, AtomsOf, exact_seconds, reshard_costs
+from .reshard_costs import DISPLACED, GOOD, LOW, NONE, UNEVEN, AtomsOf, Block, exact_seconds, reshard_costs
 
 Shardings = tuple[Sharding, ...]
 # Two shardings of a tensor of this type.
@@ -36,9 +36,11 @@ class Prices:
         out._exact = self._exact
         return out
 
-    def take(self, ttype: TensorType, shardings: Shardings) -> None:
-        """Make the table between these, which others are parts of."""
-        self._matrix(ttype).numbers(shardings)
+    def take(self, shardings: Mapping[TensorType, Iterable[Sharding]]) -> None:
+        """Make the tables between these, by type, which others are parts of: all at once takes least time."""
+        rows = [(self._matrix(ttype), found) for ttype, found in shardings.items()]
+        new = [(matrix, matrix.unknown(found)) for matrix, found in rows]
+        _extend([(matrix, found) for matrix, found in new if found], self.atoms_of)
 
     def table(self, sources: Shardings, targets: Shardings, ttype: TensorType) -> Costs:
         """Seconds from every source to every target, or a lower bound of them; inf where there is no way."""
@@ -84,13 +86,17 @@ class _Matrix:
         self.quality = np.zeros((0, 0), dtype=np.int64)
         self._numbers: dict[Shardings, Numbers] = {}
 
+    def unknown(self, shardings: Iterable[Sharding]) -> list[Sharding]:
+        """Those that it does not have yet."""
+        return [s for s in dict.fromkeys(shardings) if s not in self.shardings]
+
     def numbers(self, shardings: Shardings) -> Numbers:
         """The rows, and columns, of some shardings."""
         found = self._numbers.get(shardings)
         if found is None:
-            new = [s for s in dict.fromkeys(shardings) if s not in self.shardings]
+            new = self.unknown(shardings)
             if new:
-                self._add(new)
+                _extend([(self, new)], self.atoms_of)
             found = self._numbers[shardings] = np.array([self.shardings[s] for s in shardings], dtype=np.int64)
         return found
 
@@ -135,16 +141,27 @@ class _Matrix:
         self.costs[place], self.quality[place] = seconds, GOOD
         return bool(before != seconds and not abs(before - seconds) <= _SAME)
 
-    def _add(self, new: list[Sharding]) -> None:
-        """Add rows and columns."""
-        old = [*self.shardings]
-        both, count = [*old, *new], len(old)
-        costs, quality = np.zeros((len(both), len(both))), np.zeros((len(both), len(both)), dtype=np.int64)
+    def blocks(self, new: Sequence[Sharding]) -> tuple[Block, Block]:
+        """What is to be priced to add some: from the new ones to all, and from the others to them."""
+        old = tuple(self.shardings)
+        return Block(new, (*old, *new), self.ttype), Block(old, new, self.ttype)
+
+    def add(self, new: Sequence[Sharding], priced: Sequence[tuple[Costs, np.ndarray]]) -> None:
+        """Add rows and columns; `priced` are those of `blocks`."""
+        count = len(self.shardings)
+        self.shardings |= {s: n for n, s in enumerate(new, count)}
+        shape = len(self.shardings), len(self.shardings)
+        costs, quality = np.zeros(shape), np.zeros(shape, dtype=np.int64)
         costs[:count, :count], quality[:count, :count] = self.costs, self.quality
-        costs[count:], quality[count:] = reshard_costs(new, both, self.ttype, self.atoms_of)
-        if old:
-            costs[:count, count:], quality[:count, count:] = reshard_costs(old, new, self.ttype, self.atoms_of)
-        self.costs, self.quality, self.shardings = costs, quality, {s: n for n, s in enumerate(both)}
+        (costs[count:], quality[count:]), (costs[:count, count:], quality[:count, count:]) = priced
+        self.costs, self.quality = costs, quality
         for (source, target), seconds in self.exact.items():
             if source in self.shardings and target in self.shardings:
                 self._put((self.shardings[source], self.shardings[target]), seconds)
+
+
+def _extend(new: Sequence[tuple[_Matrix, Sequence[Sharding]]], atoms_of: AtomsOf) -> None:
+    """Add shardings to matrices."""
+    priced = reshard_costs([block for matrix, found in new for block in matrix.blocks(found)], atoms_of)
+    for place, (matrix, found) in enumerate(new):
+        matrix.add(found, priced[2 * place : 2 * place + 2])

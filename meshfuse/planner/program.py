@@ -22,7 +22,7 @@ from .cost_graph import Between, Classes, CostGraph, Costs, Digits, Edge, FromEi
 from .elimination import Assignment, eliminate, elimination_order
 from .frame import Frame
 from .labels import Label
-from .op_labels import LabelMaker, Labels, classes_of
+from .op_labels import KnownLabels, LabelMaker, Labels, Needs, classes_of
 from .prices import Prices, Shardings
 from .reshard_costs import AtomsOf
 from .stationary import moves_along
@@ -32,14 +32,6 @@ from .ties import by_preference, own, sharding_key
 _FREE = 2e-13
 # As many times as much as a plan may cost at most.
 _FORBIDDEN = 1e3
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """The sets of shardings in which a reader may need a tensor (several where it reads it twice), by label."""
-
-    sets: tuple[Shardings, ...]
-    classes: Classes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +68,7 @@ class Program:
     An input without an annotation is whole on all ranks of all meshes.
 
     atoms_of, around, free, along: which labels ops have (`LabelMaker`).
+    known: the labels that were made so far for forms of the program.
     homes: whether all readers of a tensor take it from one place, which makes for far smaller tables of elimination. As
         slices cost nothing, there is little that a copy beside the tensor saves more.
     """
@@ -87,6 +80,7 @@ class Program:
     free: frozenset[int] | None = None
     along: str | None = None
     homes: bool = False
+    known: KnownLabels = field(default_factory=KnownLabels)
     labels: list[Labels] = field(default_factory=list)
     costs: CostGraph = field(default_factory=CostGraph)
     variables: dict[int, int] = field(default_factory=dict)  # of ops
@@ -96,7 +90,9 @@ class Program:
 
     def __post_init__(self) -> None:
         between = not self.homes
-        self.labels = LabelMaker(self.frame, self.atoms_of, self.around, self.free, self.along, between).all()
+        self.labels = LabelMaker(
+            self.frame, self.atoms_of, self.known, self.around, self.free, self.along, between
+        ).all()
 
     def ttype(self, tensor: int) -> TensorType:
         """The type of a tensor."""
@@ -138,8 +134,7 @@ class Program:
                     found[self.ttype(i)].update(dict.fromkeys(ends))
         for i, shardings in self.frame.given.items():
             found.setdefault(self.ttype(i), {}).update(dict.fromkeys(shardings))
-        for ttype, shardings in found.items():
-            self.prices.take(ttype, tuple(shardings))
+        self.prices.take(found)
 
     def _reserved(self, tensor: int) -> int | None:
         """A variable for a tensor that has several readers, its place as an output or an annotation among them."""
@@ -190,9 +185,7 @@ class Program:
         return _FORBIDDEN * self.forbidden if self.frame.kept or self.frame.has_terms else self.limit
 
     def _needs(self, tensor: int, node: int) -> Needs:
-        places = self.frame.readers[tensor][node]
-        sets = [tuple(dict.fromkeys([p.operands[place] for place in places])) for p in self.labels[node].placements]
-        return Needs(*classes_of(sets))
+        return self.labels[node].needs(tuple(self.frame.readers[tensor][node]))
 
     def _needs_of(self, tensor: int) -> dict[int, Needs]:
         """The same by op that decides for some readers."""
@@ -200,12 +193,8 @@ class Program:
 
     def _read(self, have: Shardings, needs: Needs, tensor: int) -> Costs:
         """[have, needs]: bringing a tensor to where a reader needs it."""
-        each = tuple(dict.fromkeys(s for need in needs.sets for s in need))
-        table = self._table(have, each, tensor)
-        if all(len(need) == 1 for need in needs.sets):
-            return table
-        at = {s: n for n, s in enumerate(each)}
-        return np.stack([table[:, [at[s] for s in need]].sum(1) for need in needs.sets], 1)
+        table = self._table(have, needs.each, tensor)
+        return np.stack([table[:, places].sum(1) for places in needs.places], 1) if needs.places else table
 
     def end(self, tensor: int, made: Sharding) -> Sharding:
         """Where an output that nobody places is left: a sum is scattered over a dim that divides, or else reduced."""
@@ -354,8 +343,8 @@ class Program:
         none = np.full((1, len(needs.sets)), 2 * self.impossible)
         from_copy = np.concatenate([self._read(copies, needs, tensor), none]) if copies else none
         times = self.frame.tensors[tensor] * self.frame.readers_of(tensor)[node]
-        tables = self._read(shared.made, needs, tensor) * times, from_copy * times
-        return FromEither((shared.variable, self.variables[node]), tables, sources, needs.classes)
+        costs = np.concatenate([self._read(shared.made, needs, tensor), from_copy]) * times
+        return FromEither((shared.variable, self.variables[node]), costs, sources, needs.classes)
 
     def assigned(self, labels: Sequence[Label]) -> Assignment:
         """The best assignment in which every op has a given label."""
