@@ -72,7 +72,8 @@ class Digits(Classes):
     __slots__ = ("axis", "shape")
 
     def __init__(self, shape: tuple[int, int], axis: int):
-        super().__init__(np.indices(shape)[axis].ravel(), shape[axis])
+        pairs = np.arange(shape[0] * shape[1])
+        super().__init__(pairs % shape[1] if axis else pairs // shape[1], shape[axis])
         self.shape, self.axis = shape, axis
 
     def least(self, values: Costs) -> Costs:

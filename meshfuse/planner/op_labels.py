@@ -15,7 +15,7 @@ from ..ops.opdef import Call
 from ..ops.rules import Rule
 from ..placement.factors import Placement
 from ..placement.options import window_placements
-from ..placement.roofline import stored_by
+from ..placement.roofline import Roofline, stored_by
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout
 from ..sharding.value import Sharding
@@ -198,12 +198,12 @@ class LabelMaker:
         self, node: Node, mesh: DeviceMesh, special: SpecialLayouts, made: Mapping[int, dict[Sharding, None]]
     ) -> Iterator[tuple[Label, float]]:
         """An op's labels on one mesh, with their seconds."""
-        call, rule, stored = node.call, node.rule, stored_by(node, self.frame.stored)
+        call, rule, roofline = node.call, node.rule, Roofline(node.call, stored_by(node, self.frame.stored))
         reductions, atoms, near = self.frame.graph.reductions.get(node.id, ()), self.atoms_of(mesh), None
         here = self.around[node.id] if self.around else None
         here = here if here is not None and here.placement.results[0].mesh == mesh else None
         if here is not None and (self._is_fixed(node) or (self._is_in_chunks(node) and self.along is None)):
-            yield here, own_seconds(call, here.placement, stored)
+            yield here, own_seconds(call, here.placement, roofline)
             return
         free = self._free(atoms)
         if here is not None and free is not None and (here.spot is not None or self.along is None):
@@ -219,9 +219,9 @@ class LabelMaker:
         kept = [label for label in labels if label.spot is None or _keeps_chunks(label.placement, cuts)]
         # The user may have put an axis on a reduction over the chunks.
         for label in kept or labels:
-            yield label, own_seconds(call, label.placement, stored)
+            yield label, own_seconds(call, label.placement, roofline)
         if here is not None:
-            yield here, own_seconds(call, here.placement, stored)
+            yield here, own_seconds(call, here.placement, roofline)
 
     def _free(self, atoms: Atoms) -> frozenset[int] | None:
         """The numbers of the atoms that are placed; None for all."""

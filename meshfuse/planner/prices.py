@@ -44,12 +44,11 @@ class Prices:
 
     def table(self, sources: Shardings, targets: Shardings, ttype: TensorType) -> Costs:
         """Seconds from every source to every target, or a lower bound of them; inf where there is no way."""
-        matrix = self._matrix(ttype)
-        return matrix.table(matrix.numbers(sources), matrix.numbers(targets))
+        return self._matrix(ttype).table(sources, targets)
 
     def seconds(self, source: Sharding, target: Sharding, ttype: TensorType) -> float:
         """Seconds from one sharding to another."""
-        return 0.0 if source is target else float(self.table((source,), (target,), ttype)[0, 0])
+        return 0.0 if source is target else self._matrix(ttype).seconds(source, target)
 
     def most(self, source: Sharding, target: Sharding, ttype: TensorType) -> float:
         """Seconds from one sharding to another, no lower bound of them."""
@@ -85,6 +84,7 @@ class _Matrix:
         self.costs = np.zeros((0, 0))
         self.quality = np.zeros((0, 0), dtype=np.int64)
         self._numbers: dict[Shardings, Numbers] = {}
+        self._tables: dict[tuple[Shardings, Shardings], Costs] = {}  # at the prices of now
 
     def unknown(self, shardings: Iterable[Sharding]) -> list[Sharding]:
         """Those that it does not have yet."""
@@ -100,21 +100,36 @@ class _Matrix:
             found = self._numbers[shardings] = np.array([self.shardings[s] for s in shardings], dtype=np.int64)
         return found
 
-    def table(self, rows: Numbers, columns: Numbers) -> Costs:
-        """[rows, columns]: exact prices, lower bounds until one of these has been found too low, or closed forms."""
-        at = np.ix_(rows, columns)
-        quality = self.quality[at]
-        if quality.any():
-            listed = [*self.shardings]
-            for n, m in np.argwhere(quality == DISPLACED):
-                place = rows[n], columns[m]
-                self.costs[place] = self._least(listed[rows[n]], listed[columns[m]])
-                self.quality[place] = LOW
-            rough = (quality == UNEVEN) | ((quality == LOW) & self.searched)
-            asked = quality == NONE if rough.sum() > _MOST_SEARCHED else rough | (quality == NONE)
-            for n, m in np.argwhere(asked):
-                self.correct(listed[rows[n]], listed[columns[m]])
-        return self.costs[at]
+    def table(self, sources: Shardings, targets: Shardings) -> Costs:
+        """[sources, targets]: exact prices, lower bounds until one of these was found too low, or closed forms."""
+        found = self._tables.get((sources, targets))
+        if found is None:
+            rows, columns = self.numbers(sources)[:, None], self.numbers(targets)
+            quality = self.quality[rows, columns]
+            is_final = not quality.any() or not self._improve(sources, targets, quality)
+            found = self.costs[rows, columns]
+            if is_final:
+                self._tables[sources, targets] = found
+        return found
+
+    def _improve(self, sources: Shardings, targets: Shardings, quality: np.ndarray) -> bool:
+        """Put in better prices than closed forms where these are rough; returns whether there were any."""
+        displaced, (rows, columns) = quality == DISPLACED, (self.numbers(sources), self.numbers(targets))
+        for n, m in np.argwhere(displaced):
+            place = rows[n], columns[m]
+            self.costs[place] = self._least(sources[n], targets[m])
+            self.quality[place] = LOW
+        rough = (quality == UNEVEN) | ((quality == LOW) & self.searched)
+        asked = quality == NONE if rough.sum() > _MOST_SEARCHED else rough | (quality == NONE)
+        for n, m in np.argwhere(asked):
+            self.correct(sources[n], targets[m])
+        return bool(displaced.any() or asked.any())
+
+    def seconds(self, source: Sharding, target: Sharding) -> float:
+        """The price of one pair, as in a table."""
+        row, column = self.shardings.get(source), self.shardings.get(target)
+        is_good = row is not None and column is not None and self.quality[row, column] == GOOD
+        return float(self.costs[row, column] if is_good else self.table((source,), (target,))[0, 0])
 
     def _least(self, source: Sharding, target: Sharding) -> float:
         return at_least(source, target, self.ttype.shape, self.ttype.dtype.itemsize)
@@ -138,6 +153,7 @@ class _Matrix:
 
     def _put(self, place: tuple[int, int], seconds: float) -> bool:
         before = self.costs[place]
+        self._tables.clear()
         self.costs[place], self.quality[place] = seconds, GOOD
         return bool(before != seconds and not abs(before - seconds) <= _SAME)
 
