@@ -10,7 +10,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from meshfuse.planner.cost_graph import CostGraph, Edge
+from meshfuse.planner.cost_graph import CostGraph, Edge, table_of
 
 
 def least(graph: CostGraph, unit: float, seconds: float = 60.0) -> float:
@@ -60,7 +60,7 @@ class _Model:
 
     def _add_edge(self, edge: Edge) -> None:
         """A pair's variable for every cell of the table of distinct rows and columns."""
-        table = edge.table()
+        table = table_of(edge)
         rows, first = np.unique(table, axis=0, return_inverse=True)
         cells, second = np.unique(rows, axis=1, return_inverse=True)
         pairs = np.arange(cells.size).reshape(cells.shape) + self.width

@@ -61,7 +61,7 @@ def drawn_graph(seed: int) -> CostGraph:
             graph.edges.append(Same((a, b), classes(a, 3), classes(b, 3), 50.0))
         elif kind == 3:
             sources = classes(a, 3), classes(a, 2)
-            graph.edges.append(FromEither((a, b), (table(3, 4), table(2, 4)), sources, classes(b, 4)))
+            graph.edges.append(FromEither((a, b), table(3 + 2, 4), sources, classes(b, 4)))
     return graph
 
 

@@ -274,32 +274,49 @@ class Placement:
 
 def placed(call: Call, rule: Rule, mesh: DeviceMesh, layouts: Layouts, carry: Carry = NO_CARRY) -> Placement | None:
     """The placement of an op on a mesh; None where a dim cannot be laid out so, or reductions would mix."""
-    return _placed(call.types, call.results, rule, mesh, layouts, carry)
+    return placer(call.types, call.results, rule, mesh).placed(layouts, carry)
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def _placed(
-    types: tuple[TensorType, ...], made: tuple[TensorType, ...], rule: Rule, mesh: DeviceMesh, layouts: Layouts,
-    carry: Carry,
-) -> Placement | None:  # fmt: skip
-    """The placement of every op with this rule on tensors of these types."""
-    operand_dims = [tensor_layouts(rule, d, t.shape, layouts) for d, t in zip(rule.operands, types, strict=True)]
-    result_dims = [tensor_layouts(rule, d, t.shape, layouts) for d, t in zip(rule.results, made, strict=True)]
-    if None in operand_dims or None in result_dims:
-        return None
-    operands = [
-        Sharding(mesh, dims, carry.axes, carry.reduce) if i in carry.operands else Sharding(mesh, dims)
-        for i, dims in enumerate(operand_dims)
-        if dims is not None
-    ]
-    left = [left_to_reduce(rule, layouts, result, carry) for result in range(len(rule.results))]
-    if None in left:
-        return None
-    pairs = zip(result_dims, left, strict=True)
-    results = [Sharding(mesh, dims, *partial) for dims, partial in pairs if dims is not None and partial is not None]
-    shares = [factor.size / lay.largest(layout, factor.size)
-              for factor, layout in zip(rule.factors, layouts, strict=True) if layout and factor.size]  # fmt: skip
-    return Placement(layouts, tuple(operands), tuple(results), carry, ways=math.prod(shares))
+class _Placer:
+    """Makes the placements on a mesh of every op with this rule on tensors of these types."""
+
+    def __init__(self, types: tuple[TensorType, ...], made: tuple[TensorType, ...], rule: Rule, mesh: DeviceMesh):
+        self.rule, self.mesh = rule, mesh
+        self._operands = [(dims, t.shape) for dims, t in zip(rule.operands, types, strict=True)]
+        self._results = [(dims, t.shape) for dims, t in zip(rule.results, made, strict=True)]
+        self._known: dict[tuple[Layouts, Carry], Placement | None] = {}
+
+    def placed(self, layouts: Layouts, carry: Carry) -> Placement | None:
+        """A placement; None where a dim cannot be laid out so, or reductions would mix."""
+        key = layouts, carry
+        if key not in self._known:
+            self._known[key] = self._made(layouts, carry)
+        return self._known[key]
+
+    def _made(self, layouts: Layouts, carry: Carry) -> Placement | None:
+        rule, mesh = self.rule, self.mesh
+        operand_dims = [tensor_layouts(rule, dims, shape, layouts) for dims, shape in self._operands]
+        result_dims = [tensor_layouts(rule, dims, shape, layouts) for dims, shape in self._results]
+        if None in operand_dims or None in result_dims:
+            return None
+        operands = [
+            Sharding(mesh, dims, carry.axes, carry.reduce) if i in carry.operands else Sharding(mesh, dims)
+            for i, dims in enumerate(operand_dims)
+            if dims is not None
+        ]
+        left = [left_to_reduce(rule, layouts, result, carry) for result in range(len(rule.results))]
+        if None in left:
+            return None
+        pairs = zip(result_dims, left, strict=True)
+        results = [
+            Sharding(mesh, dims, *partial) for dims, partial in pairs if dims is not None and partial is not None
+        ]
+        shares = [factor.size / lay.largest(layout, factor.size)
+                  for factor, layout in zip(rule.factors, layouts, strict=True) if layout and factor.size]  # fmt: skip
+        return Placement(layouts, tuple(operands), tuple(results), carry, ways=math.prod(shares))
+
+
+placer = functools.lru_cache(maxsize=1 << 10)(_Placer)
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -322,7 +339,7 @@ def left_to_reduce(
             kinds.add(rule.factors[f].reduce)
     if len(kinds) > 1:
         return None
-    return canonical_partial(found), kinds.pop() if kinds else ""
+    return (canonical_partial(found), kinds.pop()) if found else ((), "")
 
 
 def carries(call: Call, rule: Rule, available: Sequence[Sequence[Sharding]]) -> Carry | None:

@@ -39,23 +39,34 @@ def stored_by(node: Node, stored: frozenset[int]) -> Stored:
     return tuple([i in stored for i in (*node.inputs, *node.outputs)])
 
 
-def computing_seconds(call: Call, placement: Placement, stored: Stored) -> float:
-    """Seconds of an op's computation on one rank of its mesh: a roofline of operations and bytes of memory.
+class Roofline:
+    """Seconds of an op's computation on one rank of its mesh: of its operations and bytes of memory what takes longer.
 
     A view takes none, and a lookup reads no more than it writes. Every op counts as one operation at least, so that
     work is not repeated where nothing is gained by it.
     """
-    mesh, flops = placement.results[0].mesh, max(_operations(call), 1.0) / placement.ways
-    return computation(flops, _nbytes(call, placement, stored), mesh.flops, mesh.memory)
+
+    def __init__(self, call: Call, stored: Stored):
+        self._flops, self._is_lookup = max(_operations(call), 1.0), call.op.is_lookup
+        rows = zip((*call.types, *call.results), stored, strict=True)
+        self._nbytes = [t.nbytes if is_stored and not call.op.is_view else 0 for t, is_stored in rows]
+        self._operands = len(call.types)
+
+    def seconds(self, placement: Placement) -> float:
+        """What a placement takes."""
+        mesh = placement.results[0].mesh
+        return computation(self._flops / placement.ways, self._moved(placement), mesh.flops, mesh.memory)
+
+    def _moved(self, placement: Placement) -> float:
+        rows = zip(self._nbytes, (*placement.operands, *placement.results), strict=True)
+        each = [n / _ranks(sharding) if n else 0.0 for n, sharding in rows]
+        read, written = sum(each[: self._operands]), sum(each[self._operands :])
+        return written + (min(read, written) if self._is_lookup else read)
 
 
-def _nbytes(call: Call, placement: Placement, stored: Stored) -> float:
-    if call.op.is_view:
-        return 0.0
-    rows = zip(_tensors(call, placement), stored, strict=True)
-    each = [t.nbytes / _ranks(sharding) if is_stored else 0.0 for (sharding, t), is_stored in rows]
-    read, written = sum(each[: len(call.types)]), sum(each[len(call.types) :])
-    return written + (min(read, written) if call.op.is_lookup else read)
+def computing_seconds(call: Call, placement: Placement, stored: Stored) -> float:
+    """Seconds of an op's computation in one placement (`Roofline`)."""
+    return Roofline(call, stored).seconds(placement)
 
 
 def _tensors(call: Call, placement: Placement) -> Iterator[tuple[Sharding, TensorType]]:

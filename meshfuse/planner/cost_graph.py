@@ -19,6 +19,19 @@ Numbers = np.ndarray  # of labels, or of what they have in common
 least_along = np.minimum.reduce
 
 
+def numbered(values: np.ndarray) -> tuple[np.ndarray, Numbers]:
+    """The different values of a row, ascending, and which one each is.
+
+    As numpy's `unique`, which loads masked arrays first: that takes longer than most plannings.
+    """
+    order = values.argsort(kind="stable")
+    ordered = values[order]
+    is_new = np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(values)]
+    which = np.empty(len(values), dtype=np.int64)
+    which[order] = np.cumsum(is_new) - 1
+    return ordered[is_new], which
+
+
 class Classes:
     """Labels by what they have in common: `of[label]` is a label's class."""
 
@@ -46,7 +59,7 @@ class Classes:
         """The classes of some of the labels, numbered anew, and their old numbers."""
         if len(labels) == 1:
             return _ONE, self.of[labels]
-        there, of = np.unique(self.of[labels], return_inverse=True)
+        there, of = numbered(self.of[labels])
         return Classes(of, len(there)), there
 
 
@@ -59,7 +72,8 @@ class Digits(Classes):
     __slots__ = ("axis", "shape")
 
     def __init__(self, shape: tuple[int, int], axis: int):
-        super().__init__(np.indices(shape)[axis].ravel(), shape[axis])
+        pairs = np.arange(shape[0] * shape[1])
+        super().__init__(pairs % shape[1] if axis else pairs // shape[1], shape[axis])
         self.shape, self.axis = shape, axis
 
     def least(self, values: Costs) -> Costs:
@@ -84,8 +98,8 @@ class Edge(Protocol):
         """The same for some of the labels of both sides."""
         ...
 
-    def table(self) -> Costs:
-        """What all pairs cost: [labels of the first side, labels of the second]."""
+    def pairs(self, first: Numbers | slice, second: Numbers | slice) -> Costs:
+        """What some of the pairs cost: [labels of the first side, labels of the second]."""
         ...
 
     def between(self, sides: tuple[int, int]) -> Edge:
@@ -121,8 +135,8 @@ class Between:
     def between(self, sides: tuple[int, int]) -> Between:
         return replace(self, sides=sides)
 
-    def table(self) -> Costs:
-        return self.costs[self.first.of][:, self.second.of]
+    def pairs(self, first: Numbers | slice, second: Numbers | slice) -> Costs:
+        return self.costs[self.first.of[first]][:, self.second.of[second]]
 
     def tables(self) -> tuple[Costs, ...]:
         return (self.costs,)
@@ -151,8 +165,8 @@ class Same:
     def between(self, sides: tuple[int, int]) -> Same:
         return replace(self, sides=sides)
 
-    def table(self) -> Costs:
-        return np.where(self.first.of[:, None] == self.second.of[None, :], 0.0, self.penalty)
+    def pairs(self, first: Numbers | slice, second: Numbers | slice) -> Costs:
+        return np.where(self.first.of[first][:, None] == self.second.of[second], 0.0, self.penalty)
 
     def tables(self) -> tuple[Costs, ...]:
         return ()
@@ -162,43 +176,42 @@ class Same:
 class FromEither:
     """A label of the first side has two sources, and one of the second takes the cheaper one.
 
-    `costs[k]` is [classes of source k, classes of the second side], `sources[k]` the first side's labels by source k.
+    `sources[k]` are the first side's labels by source k. `costs` is [classes of the first source and then of the other
+    one, classes of the second side].
     """
 
     sides: tuple[int, int]
-    costs: tuple[Costs, Costs]
+    costs: Costs
     sources: tuple[Classes, Classes]
     second: Classes
 
     def passed(self, values: Costs, back: bool) -> Costs:
+        one, other = self.sources
         if back:
-            wanted = self.second.least(values)
-            ways = [least_along(costs + wanted, 1)[source.of]
-                    for costs, source in zip(self.costs, self.sources, strict=True)]  # fmt: skip
-            return np.minimum(*ways)
-        ways = [least_along(costs + source.least(values)[:, None], 0)
-                for costs, source in zip(self.costs, self.sources, strict=True)]  # fmt: skip
-        return np.minimum(*ways)[self.second.of]
+            least = least_along(self.costs + self.second.least(values), 1)
+            return np.minimum(least[: one.count][one.of], least[one.count :][other.of])
+        there = np.concatenate([one.least(values), other.least(values)])
+        return least_along(self.costs + there[:, None], 0)[self.second.of]
 
     def at(self, first: int, second: int) -> float:
-        column, rows = self.second.of[second], [source.of[first] for source in self.sources]
-        return float(min(costs[row, column] for costs, row in zip(self.costs, rows, strict=True)))
+        (one, other), column = self.sources, self.second.of[second]
+        return float(min(self.costs[one.of[first], column], self.costs[one.count + other.of[first], column]))
 
     def only(self, first: Numbers, second: Numbers) -> FromEither:
         two, columns = self.second.only(second)
         (one, rows), (other, others) = (source.only(first) for source in self.sources)
-        costs = (self.costs[0][rows[:, None], columns], self.costs[1][others[:, None], columns])
-        return FromEither(self.sides, costs, (one, other), two)
+        kept = np.concatenate([rows, self.sources[0].count + others])
+        return FromEither(self.sides, self.costs[kept[:, None], columns], (one, other), two)
 
     def between(self, sides: tuple[int, int]) -> FromEither:
         return replace(self, sides=sides)
 
-    def table(self) -> Costs:
-        ways = [costs[source.of] for costs, source in zip(self.costs, self.sources, strict=True)]
-        return np.minimum(*ways)[:, self.second.of]
+    def pairs(self, first: Numbers | slice, second: Numbers | slice) -> Costs:
+        (one, other), costs = self.sources, self.costs[:, self.second.of[second]]
+        return np.minimum(costs[one.of[first]], costs[one.count + other.of[first]])
 
     def tables(self) -> tuple[Costs, ...]:
-        return self.costs
+        return (self.costs,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +233,31 @@ class Dense:
     def between(self, sides: tuple[int, int]) -> Dense:
         return replace(self, sides=sides)
 
-    def table(self) -> Costs:
-        return self.costs
+    def pairs(self, first: Numbers | slice, second: Numbers | slice) -> Costs:
+        return self.costs[first][:, second]
 
     def tables(self) -> tuple[Costs, ...]:
         return (self.costs,)
+
+
+# Messages along edges of more pairs than these are quicker by what labels have in common.
+_FEW_CELLS = 1 << 12
+_ALL = slice(None)
+
+
+def table_of(edge: Edge) -> Costs:
+    """What all pairs cost: [labels of the first side, labels of the second]."""
+    return edge.pairs(_ALL, _ALL)
+
+
+def quickest(edge: Edge, cells: int) -> Edge:
+    """An edge of so many pairs in the form in which messages along it take least time."""
+    return Dense(edge.sides, table_of(edge)) if cells <= _FEW_CELLS else edge
+
+
+def _only(edge: Edge, first: Numbers, second: Numbers) -> Edge:
+    few = len(first) * len(second) <= _FEW_CELLS
+    return Dense(edge.sides, edge.pairs(first, second)) if few else edge.only(first, second)
 
 
 def _most(differences: Costs) -> float:
@@ -269,5 +302,5 @@ class CostGraph:
 
     def only(self, kept: Sequence[Numbers]) -> CostGraph:
         """The same problem with only these labels, by number, for every variable."""
-        edges = [edge.only(kept[edge.sides[0]], kept[edge.sides[1]]) for edge in self.edges]
+        edges = [_only(edge, kept[edge.sides[0]], kept[edge.sides[1]]) for edge in self.edges]
         return replace(self, costs=[costs[k] for costs, k in zip(self.costs, kept, strict=True)], edges=edges)

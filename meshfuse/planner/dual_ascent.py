@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .cost_graph import CostGraph, Costs, Numbers
+from .cost_graph import CostGraph, Costs, Numbers, numbered
 from .elimination import Assignment, Order, eliminate, elimination_order
 from .reduction import reduced
 
@@ -118,7 +118,7 @@ class _Ascent:
         Returns by how much every other assignment exceeds the bound at least.
         """
         self._round(slacks)
-        levels = _quantiles(np.unique(np.concatenate(slacks)))
+        levels = _quantiles(numbered(np.concatenate(slacks))[0])
         ordered = [np.sort(slack) for slack in slacks]
         low, high, order = 0, len(levels), None
         while low < high:
@@ -175,7 +175,7 @@ def _advances(before: tuple[float, float, float], now: tuple[float, float, float
 
 def _quantiles(values: Costs) -> Costs:
     """Some of these sorted values, most of them low ones: the tables grow fast with the number of labels."""
-    places = np.unique(np.geomspace(1, len(values), _LEVELS).astype(np.int64) - 1)
+    places = numbered(np.geomspace(1, len(values), _LEVELS).astype(np.int64) - 1)[0]
     return values[places]
 
 

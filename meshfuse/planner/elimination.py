@@ -11,10 +11,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from .cost_graph import CostGraph, Costs, least_along
+from .cost_graph import CostGraph, Costs, least_along, table_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +80,33 @@ def eliminate(graph: CostGraph, order: Order) -> Assignment:
     """The assignment that costs least; of equal ones that of the first labels, in the order of elimination."""
     place = {step.variable: n for n, step in enumerate(order.steps)}
     buckets = _Buckets(graph, place)
-    chosen = list[tuple[Step, np.ndarray]]()
+    chosen = list[tuple[Step, list[_Part]]]()
     total = 0.0
     for step in order.steps:
-        table = buckets.table(step)
-        chosen.append((step, table.argmin(0)))
-        least = least_along(table, 0)
+        parts = buckets.held.pop(step.variable)
+        chosen.append((step, parts))
+        least = least_along(buckets.table(step, parts), 0)
         if step.scope:
             buckets.add(step.scope, least)
         else:
             total += float(least)
     labels = [0] * len(graph.costs)
-    for step, best in reversed(chosen):
-        labels[step.variable] = int(best[tuple(labels[v] for v in step.scope)])
+    for step, parts in reversed(chosen):
+        labels[step.variable] = _best(step.variable, parts, labels)
     return Assignment(tuple(labels), total)
+
+
+class _Part(NamedTuple):
+    """Costs over some variables."""
+
+    scope: tuple[int, ...]
+    table: Costs
+
+
+def _best(variable: int, parts: Sequence[_Part], labels: Sequence[int]) -> int:
+    """The label of a variable that costs least with these of the variables after it."""
+    rows = [table[tuple([slice(None) if v == variable else labels[v] for v in scope])] for scope, table in parts]
+    return int(sum(rows[1:], rows[0]).argmin())
 
 
 class _Buckets:
@@ -100,21 +114,21 @@ class _Buckets:
 
     def __init__(self, graph: CostGraph, place: dict[int, int]):
         self.sizes, self.place = graph.sizes(), place
-        self.held: dict[int, list[tuple[tuple[int, ...], Costs]]] = {}
+        self.held: dict[int, list[_Part]] = {}
         for v, costs in enumerate(graph.costs):
             self.add((v,), costs)
         for edge in graph.edges:
             scope = tuple([v for v in edge.sides if self.sizes[v] > 1]) or edge.sides[:1]
-            self.add(scope, edge.table().reshape([self.sizes[v] for v in scope]))
+            self.add(scope, table_of(edge).reshape([self.sizes[v] for v in scope]))
 
     def add(self, scope: tuple[int, ...], table: Costs) -> None:
-        self.held.setdefault(min(scope, key=self.place.__getitem__), []).append((scope, table))
+        self.held.setdefault(min(scope, key=self.place.__getitem__), []).append(_Part(scope, table))
 
-    def table(self, step: Step) -> Costs:
+    def table(self, step: Step, parts: Sequence[_Part]) -> Costs:
         """All that mentions a variable, over it and then its scope."""
         axes = (step.variable, *step.scope)
         out = np.zeros([self.sizes[v] for v in axes])
-        for scope, table in self.held.pop(step.variable):
+        for scope, table in parts:
             ordered = sorted(range(len(scope)), key=lambda k: axes.index(scope[k]))
             shape = [self.sizes[v] if v in scope else 1 for v in axes]
             out += table.transpose(ordered).reshape(shape)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..mesh import DeviceMesh
 from ..ops.opdef import Call, Partial
 from ..ops.rules import FactorKind, Rule
+from ..ops.values import TensorType
 from ..placement.exchanges import exchange_placements, exchange_seconds
-from ..placement.factors import NO_CARRY, Carry, Layouts, Placement, passes, placed, representable
+from ..placement.factors import NO_CARRY, Carry, Layouts, Placement, passes, placer, representable
 from ..placement.options import EARLIER, window_seconds
-from ..placement.roofline import Stored, computing_seconds
+from ..placement.roofline import Roofline
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
 from ..sharding.value import canonical_partial, fit_together
@@ -52,7 +53,6 @@ class Near(NamedTuple):
     free: frozenset[int]
 
 
-@functools.lru_cache(maxsize=1 << 12)
 def axis_labels(
     call: Call, rule: Rule, mesh: DeviceMesh, atoms: Atoms,
     special: tuple[Layouts, ...] = (), reductions: tuple[Layout, ...] = (), near: Near | None = None,
@@ -64,23 +64,54 @@ def axis_labels(
     reductions: the layouts that the user gave the factors that are reduced, in the rule's order; () where none.
     near: only the labels near one, from its own start and the special ones.
     """
+    # Ops whose dims go the same ways have the same labels.
+    alike, carried = _alike(rule.factors, rule.operands, rule.results), carried_operands(call, rule)
+    found = _axis_labels(call.types, call.results, alike, carried, mesh, atoms, special, reductions, near)
+    return found if call.op.exchange is None else _with_exchanges(call, rule, found)
+
+
+_alike = functools.lru_cache(maxsize=1 << 12)(Rule)
+# Sets of operands whose terms are carried, and the reduction.
+_Carried = tuple[tuple[tuple[int, ...], str], ...]
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _axis_labels(
+    types: tuple[TensorType, ...], made: tuple[TensorType, ...], rule: Rule, carried: _Carried, mesh: DeviceMesh,
+    atoms: Atoms, special: tuple[Layouts, ...], reductions: tuple[Layout, ...], near: Near | None,
+) -> tuple[Label, ...]:  # fmt: skip
     first = (WHOLE,) * len(rule.factors) if near is None else near.spot.start
     starts = [_with_reductions(rule, start, reductions) for start in (first, *special)]
     starts = [start for start in starts if _is_possible(start)]
     kinds = (FactorKind.BLOCK, FactorKind.REDUCE) if reductions else (FactorKind.BLOCK,)
     free = tuple(f for f, factor in enumerate(rule.factors) if factor.kind not in kinds)
-    each = (_enumerated(call, rule, mesh, atoms, start, free, near) for start in dict.fromkeys(starts))
+    ways = _Ways(rule, carried, atoms, free, near)
+    place = placer(types, made, rule, mesh).placed
+    each = (_enumerated(ways, start, place) for start in dict.fromkeys(starts))
     found = distinct(itertools.chain.from_iterable(each))
-    if call.op.exchange is not None:
-        found = distinct(exchanging for label in found for exchanging in _exchanging(call, rule, label))
+    if found or not reductions:
+        return found
     # Layouts of reductions that no placement can have are left out.
-    return found if found or not reductions else axis_labels(call, rule, mesh, atoms, special, (), near)
+    return _axis_labels(types, made, rule, carried, mesh, atoms, special, (), near)
 
 
-def _exchanging(call: Call, rule: Rule, label: Label) -> Iterator[Label]:
-    """A label, and those in which rows also go between ranks along its axes."""
-    for placement in exchange_placements(call, rule, label.placement):
-        yield Label(placement, label.spot)
+class _Ways(NamedTuple):
+    """What labels of an op are made of: the atoms, and the factors on which they may be."""
+
+    rule: Rule
+    carried: _Carried
+    atoms: Atoms
+    free: tuple[int, ...]
+    near: Near | None
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _with_exchanges(call: Call, rule: Rule, labels: tuple[Label, ...]) -> tuple[Label, ...]:
+    """Labels, and those in which rows also go between ranks along their axes."""
+    return distinct(
+        Label(placement, label.spot)
+        for label in labels for placement in exchange_placements(call, rule, label.placement)
+    )  # fmt: skip
 
 
 def _with_reductions(rule: Rule, start: Layouts, reductions: tuple[Layout, ...]) -> Layouts:
@@ -109,17 +140,21 @@ def identity(placement: Placement) -> tuple[object, ...]:
     return placement.operands, placement.results, placement.carry.operands, placement.step
 
 
-def _enumerated(
-    call: Call, rule: Rule, mesh: DeviceMesh, atoms: Atoms, start: Layouts, free: Sequence[int], near: Near | None
-) -> Iterator[Label]:
-    carried = carried_operands(call, rule)
+def _enumerated(ways: _Ways, start: Layouts, place: Callable[[Layouts, Carry], Placement | None]) -> Iterator[Label]:
+    rule, carried, atoms, free, near = ways
+    in_parts = len({atom.axis for atom in atoms}) < len(atoms)
     for at in _spots(atoms, start, [None, *free, *([_CARRIED] if carried else [])], near):
-        terms = canonical_partial([axis for axis, place in zip(atoms, at, strict=True) if place == _CARRIED])
-        carries = [Carry(terms, reduce, operands) for operands, reduce in carried] if terms else [NO_CARRY]
+        carries = _carries(carried, atoms, at) if _CARRIED in at else (NO_CARRY,)
         for order in _orders(atoms, at, near):
-            for layouts in _layouts(rule, start, atoms, at, order):
-                found = (placed(call, rule, mesh, layouts, carry) for carry in carries)
-                yield from (Label(placement, Spot(start, at, order)) for placement in found if placement is not None)
+            for layouts in _layouts(rule, start, atoms, at, order, in_parts):
+                found = [place(layouts, carry) for carry in carries]
+                yield from [Label(placement, Spot(start, at, order)) for placement in found if placement is not None]
+
+
+def _carries(carried: _Carried, atoms: Atoms, at: Sequence[int | None]) -> tuple[Carry, ...]:
+    """What may be carried where some atoms are under terms of operands."""
+    terms = canonical_partial([axis for axis, place in zip(atoms, at, strict=True) if place == _CARRIED])
+    return tuple([Carry(terms, reduce, operands) for operands, reduce in carried]) if terms else (NO_CARRY,)
 
 
 def _spots(
@@ -139,8 +174,11 @@ def _orders(atoms: Atoms, at: Sequence[int | None], near: Near | None) -> Iterat
     groups: dict[int | None, dict[str | None, list[int]]] = {}
     for n, place in enumerate(at):
         groups.setdefault(place, {}).setdefault(atoms[n].axis, []).append(n)
+    if all([len(group) == 1 for group in groups.values()]):
+        yield tuple([n for group in groups.values() for axis in group.values() for n in axis])
+        return
     ways = [_arranged(place, [*group.values()], near) for place, group in groups.items()]
-    return (tuple(itertools.chain.from_iterable(order)) for order in itertools.product(*ways))
+    yield from (tuple(itertools.chain.from_iterable(order)) for order in itertools.product(*ways))
 
 
 def _arranged(place: int | None, axes: Sequence[Sequence[int]], near: Near | None) -> list[tuple[int, ...]]:
@@ -155,24 +193,23 @@ def _arranged(place: int | None, axes: Sequence[Sequence[int]], near: Near | Non
 
 
 def _layouts(
-    rule: Rule, start: Layouts, axes: Sequence[Split], at: Sequence[int | None], order: Sequence[int]
+    rule: Rule, start: Layouts, axes: Sequence[Split], at: Sequence[int | None], order: Sequence[int], in_parts: bool
 ) -> Iterator[Layouts]:
     """The factors' layouts; none where an axis cuts a factor unevenly, or where no merged dim can show them.
 
     Of an axis in parts the minor ones alone may lie in blocks, or as gathering the major ones leaves them: in strides.
     """
-    for strides in (False, True) if _has_gaps(axes, at) else (False,):
+    placed = [(n, place) for n in order for place in (at[n],) if place is not None and place != _CARRIED]
+    for strides in (False, True) if in_parts and _has_gaps(axes, at) else (False,):
         out = list(start)
-        for n in order:
-            axis, place = axes[n], at[n]
-            if place is not None and place != _CARRIED:
-                gap = _gap(axes, at, n) if strides else 1
-                added = (Split(gap), axis) if gap > 1 else (axis,)
-                out[place] = (*out[place], *added)
-        sizes = [factor.size for factor in rule.factors]
-        layouts = tuple([lay.canonical(layout, n) if layout else layout for layout, n in zip(out, sizes, strict=True)])
-        rows = zip(layouts, sizes, start, strict=True)
-        fits = all(layout == begun or _fits(layout, n) for layout, n, begun in rows)
+        for n, place in placed:
+            gap = _gap(axes, at, n) if strides else 1
+            out[place] = (*out[place], *((Split(gap), axes[n]) if gap > 1 else (axes[n],)))
+        fits = True
+        for place, n in [(f, factor.size) for f, factor in enumerate(rule.factors) if out[f]]:
+            out[place] = lay.canonical(out[place], n)
+            fits = fits and (out[place] == start[place] or _fits(out[place], n))
+        layouts = tuple(out)
         if fits and representable(rule, layouts) == layouts:
             yield layouts
 
@@ -218,13 +255,13 @@ def others(placement: Placement, axis: str) -> tuple[object, ...]:
     ])  # fmt: skip
 
 
-def own_seconds(call: Call, placement: Placement, stored: Stored) -> float:
+def own_seconds(call: Call, placement: Placement, roofline: Roofline) -> float:
     """Seconds of one rank's computation, with what terms that may overflow are worth (`EARLIER`).
 
-    Of a window, whose step does the op's work, the step's. stored: `roofline.stored_by`.
+    Of a window, whose step does the op's work, the step's.
     """
     if placement.step is not None:
         return window_seconds(call, placement)
     moved = exchange_seconds(call, placement) if placement.exchange else 0.0
     risk = EARLIER if placement.carry.axes and call.op.partial.scales else 0.0
-    return computing_seconds(call, placement, stored) + risk + moved
+    return roofline.seconds(placement) + risk + moved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -12,9 +12,10 @@ import numpy as np
 from ..graph import Graph, Node
 from ..mesh import DeviceMesh
 from ..ops.opdef import Call
+from ..ops.rules import Rule
 from ..placement.factors import Placement
 from ..placement.options import window_placements
-from ..placement.roofline import stored_by
+from ..placement.roofline import Roofline, stored_by
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout
 from ..sharding.value import Sharding
@@ -30,14 +31,41 @@ _T = TypeVar("_T", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
+class Needs:
+    """The sets of shardings in which a reader may need a tensor (several where it reads it twice), by label.
+
+    each: all of these shardings. places: of each set, where its shardings are among them; () where each has one.
+    """
+
+    sets: tuple[Shardings, ...]
+    classes: Classes
+    each: Shardings
+    places: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, sets: Sequence[Shardings]) -> Needs:
+        """Those of labels that need these."""
+        different, classes = classes_of(sets)
+        at = {s: n for n, s in enumerate(dict.fromkeys(itertools.chain.from_iterable(different)))}
+        several = any([len(need) > 1 for need in different])
+        places = tuple([tuple([at[s] for s in need]) for need in different]) if several else ()
+        return cls(different, classes, tuple(at), places)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Labels:
-    """The placements of an op, the seconds of its own work in each, and how each was made."""
+    """The placements of an op, the seconds of its own work in each, and how each was made.
+
+    Equal ops share theirs, and what is asked of them.
+    """
 
     placements: tuple[Placement, ...]
     seconds: np.ndarray
     spots: tuple[Spot | None, ...]
     ties: np.ndarray
     numbers: Mapping[tuple[object, ...], int]
+    _results: dict[int, tuple[Shardings, Classes]] = field(default_factory=dict)
+    _needs: dict[tuple[int, ...], Needs] = field(default_factory=dict)
 
     def number(self, placement: Placement) -> int:
         """Which label a placement is."""
@@ -45,13 +73,25 @@ class Labels:
 
     def results(self, place: int) -> tuple[Shardings, Classes]:
         """The different shardings of a result, and which one each label makes."""
-        return classes_of([p.results[place] for p in self.placements])
+        if place not in self._results:
+            self._results[place] = classes_of([p.results[place] for p in self.placements])
+        return self._results[place]
+
+    def needs(self, places: tuple[int, ...]) -> Needs:
+        """How labels need a tensor that the op reads at these places."""
+        if places not in self._needs:
+            sets = [tuple(dict.fromkeys([p.operands[place] for place in places])) for p in self.placements]
+            self._needs[places] = Needs.of(sets)
+        return self._needs[places]
 
 
 def classes_of(values: Sequence[_T]) -> tuple[tuple[_T, ...], Classes]:
     """The different values, and which one each is."""
     numbers = {value: n for n, value in enumerate(dict.fromkeys(values))}
     return tuple(numbers), Classes(np.array([numbers[value] for value in values]), len(numbers))
+
+
+KnownLabels = dict[Hashable, tuple[Labels, Call, Rule]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +104,12 @@ class LabelMaker:
     free: numbers of atoms; only labels that differ from `around` in where these are then considered. None: all.
     along: an axis; only labels in which all others are on what they are on in `around` are then considered. None: all.
     between: whether ops of layers between the first and the last of equal ones have labels but that in `around`.
+    known: the labels that were made so far, by what they follow from, with the call and the rule of their op.
     """
 
     frame: Frame
     atoms_of: AtomsOf
+    known: KnownLabels
     around: Sequence[Label] = ()
     free: frozenset[int] | None = None
     along: str | None = None
@@ -75,7 +117,7 @@ class LabelMaker:
 
     def all(self) -> list[Labels]:
         """The labels of every op, on each mesh; an op with an annotated result is on the annotation's."""
-        frame, out, known = self.frame, dict[int, Labels](), dict[Hashable, Labels]()
+        frame, out = self.frame, dict[int, Labels]()
         graph, special = frame.graph, frame.special
         made = {i: dict.fromkeys(shardings) for i, shardings in frame.inputs.items()}
         windowed = {node.inputs[0] for node in graph.nodes if node.call.op.window is not None}
@@ -85,15 +127,22 @@ class LabelMaker:
         for node in [graph.nodes[op] for op in sorted({*frame.ops, *makers})]:
             for layouts in special.values() if windowed else ():
                 layouts.follow(node)
-            key = self._kind(node, special)
-            if key is None or key not in known:
-                known[key] = self._labels_of(node, special, made)
-            out[node.id] = known[key]
+            out[node.id] = self._known(node, special, made)
             for place, i in enumerate(node.outputs) if windowed.intersection(node.outputs) else ():
                 results = [p.results[place] for p in out[node.id].placements]
                 results += filter(None, [graph.annotations.get(i)])
                 made[i] = dict.fromkeys([*results, *(s.reduced() for s in results)])
         return [out[decider] for decider in frame.deciders]
+
+    def _known(
+        self, node: Node, special: Mapping[DeviceMesh, SpecialLayouts], made: Mapping[int, dict[Sharding, None]]
+    ) -> Labels:
+        key = self._kind(node, special)
+        if key is None:
+            return self._labels_of(node, special, made)
+        if key not in self.known:
+            self.known[key] = self._labels_of(node, special, made), node.call, node.rule
+        return self.known[key][0]
 
     def _kind(self, node: Node, special: Mapping[DeviceMesh, SpecialLayouts]) -> Hashable:
         """What an op's labels follow from; None for windows, whose labels follow from those of the ops before them."""
@@ -104,7 +153,8 @@ class LabelMaker:
         around = self.around[node.id] if self.around else None
         facts = (self.frame.graph.reductions.get(node.id), around, self._is_in_chunks(node), tuple(self._cuts(node)))
         facts = (*facts, self._is_fixed(node), stored_by(node, self.frame.stored))
-        return (id(node.call), id(node.rule), meshes, asked, *facts)
+        here = (meshes, tuple(map(self.atoms_of, meshes)), self.free, self.along)
+        return (id(node.call), id(node.rule), *here, asked, *facts)
 
     def _is_fixed(self, node: Node) -> bool:
         """Whether an op of a layer between others stays while the first and the last layer are placed.
@@ -148,12 +198,12 @@ class LabelMaker:
         self, node: Node, mesh: DeviceMesh, special: SpecialLayouts, made: Mapping[int, dict[Sharding, None]]
     ) -> Iterator[tuple[Label, float]]:
         """An op's labels on one mesh, with their seconds."""
-        call, rule, stored = node.call, node.rule, stored_by(node, self.frame.stored)
+        call, rule, roofline = node.call, node.rule, Roofline(node.call, stored_by(node, self.frame.stored))
         reductions, atoms, near = self.frame.graph.reductions.get(node.id, ()), self.atoms_of(mesh), None
         here = self.around[node.id] if self.around else None
         here = here if here is not None and here.placement.results[0].mesh == mesh else None
         if here is not None and (self._is_fixed(node) or (self._is_in_chunks(node) and self.along is None)):
-            yield here, own_seconds(call, here.placement, stored)
+            yield here, own_seconds(call, here.placement, roofline)
             return
         free = self._free(atoms)
         if here is not None and free is not None and (here.spot is not None or self.along is None):
@@ -169,9 +219,9 @@ class LabelMaker:
         kept = [label for label in labels if label.spot is None or _keeps_chunks(label.placement, cuts)]
         # The user may have put an axis on a reduction over the chunks.
         for label in kept or labels:
-            yield label, own_seconds(call, label.placement, stored)
+            yield label, own_seconds(call, label.placement, roofline)
         if here is not None:
-            yield here, own_seconds(call, here.placement, stored)
+            yield here, own_seconds(call, here.placement, roofline)
 
     def _free(self, atoms: Atoms) -> frozenset[int] | None:
         """The numbers of the atoms that are placed; None for all."""

@@ -23,7 +23,7 @@ from .dual_ascent import ADVANCE, MOST_SWEEPS, TOLERANCE, Certified, solve
 from .elimination import Assignment
 from .frame import Frame
 from .labels import Label, Spot
-from .op_labels import whole_labels
+from .op_labels import KnownLabels, whole_labels
 from .open_inputs import NOTHING_OPEN, OpenInputs
 from .prices import Prices
 from .program import Program
@@ -97,12 +97,13 @@ class Solved:
 
 def solved(
     graph: Graph, default_mesh: DeviceMesh, prices: Prices, known: Known | None = None,
-    opened: OpenInputs = NOTHING_OPEN,
+    opened: OpenInputs = NOTHING_OPEN, labels: KnownLabels | None = None,
 ) -> Solved:  # fmt: skip
     """A graph's best assignment on the meshes that its annotations name, or on this one.
 
     known: the best assignment, if it is known.
     opened: the inputs whose places are to be found.
+    labels: those that were made for other forms of the graph, to which are added those that are made for it.
     """
     meshes = tuple(dict.fromkeys(note.mesh for note in graph.annotations.values())) or (default_mesh,)
     mesh, *others = meshes
@@ -110,15 +111,15 @@ def solved(
     axes = tuple([axis.axis for axis in sorted(atoms_of(mesh), key=lambda axis: -(axis.size or 1)) if axis.axis])
     counts = [0] if others or len(axes) < 2 else _counts(frame, atoms_of)
     homes = sum(counts) > _MOST_LABELS
-    make = functools.partial(Program, frame, prices, atoms_of, homes=homes)
+    make = functools.partial(Program, frame, prices, atoms_of, homes=homes, known={} if labels is None else labels)
     axes = axes if homes and max(counts) > _MOST_OF_AN_OP else ()
     if known is not None:
         return _taken(make, known, axes)
     if not axes:
         program = make()
         return Solved(program, _solved(program))
-    labels = whole_labels(graph, mesh, atoms_of)
-    return Solved(*_best([_from_whole(make, labels, order) for order in (axes, axes[::-1])]), axes)
+    whole = whole_labels(graph, mesh, atoms_of)
+    return Solved(*_best([_from_whole(make, whole, order) for order in (axes, axes[::-1])]), axes)
 
 
 def _taken(make: Callable[..., Program], known: Known, axes: tuple[str, ...]) -> Solved:
@@ -164,7 +165,7 @@ def _one_by_one(
 def _all_parts(program: Program, atoms_of: AtomsOf, labels: Sequence[Label]) -> tuple[Program, Certified]:
     """The best assignment over all parts of axes at once."""
     prices = program.prices.over(parts_of_axes)
-    there = Program(program.frame, prices, atoms_of, labels)
+    there = Program(program.frame, prices, atoms_of, labels, known=program.known)
     return there, _solved(there, labels)
 
 
@@ -172,7 +173,8 @@ def _in_parts(
     program: Program, atoms_of: AtomsOf, labels: Sequence[Label], ways: Sequence[Mapping[str, Any]]
 ) -> tuple[Program, Certified]:
     """The best assignment that is found by placing one part of an axis anew in all ops, as long as that pays."""
-    make = functools.partial(Program, program.frame, program.prices.over(parts_of_axes), atoms_of, homes=program.homes)
+    prices = program.prices.over(parts_of_axes)
+    make = functools.partial(Program, program.frame, prices, atoms_of, homes=program.homes, known=program.known)
     first = make(labels, **ways[0])
     return _one_by_one(make, ways, first, _solved(first, labels, _FEW_SWEEPS), tried=1)
 
@@ -185,7 +187,9 @@ def _with_ends(program: Program, found: Certified, gap: float | None, ways: Sequ
     frame = program.frame
     if len(frame.ops) == len(frame.graph.nodes):
         return Answer(program, found.assignment).plan(gap)
-    make = functools.partial(Program, frame.with_ends(), program.prices, program.atoms_of, homes=program.homes)
+    make = functools.partial(
+        Program, frame.with_ends(), program.prices, program.atoms_of, homes=program.homes, known=program.known
+    )
     there, better = _one_by_one(make, ways, program, found)
     return Answer(there, better.assignment).plan(gap)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from ..ops.values import TensorType
 from ..reshard.bounds import at_least
 from ..sharding.value import Sharding
 from .cost_graph import Costs, Numbers
-from .reshard_costs import DISPLACED, GOOD, LOW, NONE, UNEVEN, AtomsOf, exact_seconds, reshard_costs
+from .reshard_costs import DISPLACED, GOOD, LOW, NONE, UNEVEN, AtomsOf, Block, exact_seconds, reshard_costs
 
 Shardings = tuple[Sharding, ...]
 # Two shardings of a tensor of this type.
@@ -36,18 +36,19 @@ class Prices:
         out._exact = self._exact
         return out
 
-    def take(self, ttype: TensorType, shardings: Shardings) -> None:
-        """Make the table between these, which others are parts of."""
-        self._matrix(ttype).numbers(shardings)
+    def take(self, shardings: Mapping[TensorType, Iterable[Sharding]]) -> None:
+        """Make the tables between these, by type, which others are parts of: all at once takes least time."""
+        rows = [(self._matrix(ttype), found) for ttype, found in shardings.items()]
+        new = [(matrix, matrix.unknown(found)) for matrix, found in rows]
+        _extend([(matrix, found) for matrix, found in new if found], self.atoms_of)
 
     def table(self, sources: Shardings, targets: Shardings, ttype: TensorType) -> Costs:
         """Seconds from every source to every target, or a lower bound of them; inf where there is no way."""
-        matrix = self._matrix(ttype)
-        return matrix.table(matrix.numbers(sources), matrix.numbers(targets))
+        return self._matrix(ttype).table(sources, targets)
 
     def seconds(self, source: Sharding, target: Sharding, ttype: TensorType) -> float:
         """Seconds from one sharding to another."""
-        return 0.0 if source is target else float(self.table((source,), (target,), ttype)[0, 0])
+        return 0.0 if source is target else self._matrix(ttype).seconds(source, target)
 
     def most(self, source: Sharding, target: Sharding, ttype: TensorType) -> float:
         """Seconds from one sharding to another, no lower bound of them."""
@@ -83,32 +84,52 @@ class _Matrix:
         self.costs = np.zeros((0, 0))
         self.quality = np.zeros((0, 0), dtype=np.int64)
         self._numbers: dict[Shardings, Numbers] = {}
+        self._tables: dict[tuple[Shardings, Shardings], Costs] = {}  # at the prices of now
+
+    def unknown(self, shardings: Iterable[Sharding]) -> list[Sharding]:
+        """Those that it does not have yet."""
+        return [s for s in dict.fromkeys(shardings) if s not in self.shardings]
 
     def numbers(self, shardings: Shardings) -> Numbers:
         """The rows, and columns, of some shardings."""
         found = self._numbers.get(shardings)
         if found is None:
-            new = [s for s in dict.fromkeys(shardings) if s not in self.shardings]
+            new = self.unknown(shardings)
             if new:
-                self._add(new)
+                _extend([(self, new)], self.atoms_of)
             found = self._numbers[shardings] = np.array([self.shardings[s] for s in shardings], dtype=np.int64)
         return found
 
-    def table(self, rows: Numbers, columns: Numbers) -> Costs:
-        """[rows, columns]: exact prices, lower bounds until one of these has been found too low, or closed forms."""
-        at = np.ix_(rows, columns)
-        quality = self.quality[at]
-        if quality.any():
-            listed = [*self.shardings]
-            for n, m in np.argwhere(quality == DISPLACED):
-                place = rows[n], columns[m]
-                self.costs[place] = self._least(listed[rows[n]], listed[columns[m]])
-                self.quality[place] = LOW
-            rough = (quality == UNEVEN) | ((quality == LOW) & self.searched)
-            asked = quality == NONE if rough.sum() > _MOST_SEARCHED else rough | (quality == NONE)
-            for n, m in np.argwhere(asked):
-                self.correct(listed[rows[n]], listed[columns[m]])
-        return self.costs[at]
+    def table(self, sources: Shardings, targets: Shardings) -> Costs:
+        """[sources, targets]: exact prices, lower bounds until one of these was found too low, or closed forms."""
+        found = self._tables.get((sources, targets))
+        if found is None:
+            rows, columns = self.numbers(sources)[:, None], self.numbers(targets)
+            quality = self.quality[rows, columns]
+            is_final = not quality.any() or not self._improve(sources, targets, quality)
+            found = self.costs[rows, columns]
+            if is_final:
+                self._tables[sources, targets] = found
+        return found
+
+    def _improve(self, sources: Shardings, targets: Shardings, quality: np.ndarray) -> bool:
+        """Put in better prices than closed forms where these are rough; returns whether there were any."""
+        displaced, (rows, columns) = quality == DISPLACED, (self.numbers(sources), self.numbers(targets))
+        for n, m in np.argwhere(displaced):
+            place = rows[n], columns[m]
+            self.costs[place] = self._least(sources[n], targets[m])
+            self.quality[place] = LOW
+        rough = (quality == UNEVEN) | ((quality == LOW) & self.searched)
+        asked = quality == NONE if rough.sum() > _MOST_SEARCHED else rough | (quality == NONE)
+        for n, m in np.argwhere(asked):
+            self.correct(sources[n], targets[m])
+        return bool(displaced.any() or asked.any())
+
+    def seconds(self, source: Sharding, target: Sharding) -> float:
+        """The price of one pair, as in a table."""
+        row, column = self.shardings.get(source), self.shardings.get(target)
+        is_good = row is not None and column is not None and self.quality[row, column] == GOOD
+        return float(self.costs[row, column] if is_good else self.table((source,), (target,))[0, 0])
 
     def _least(self, source: Sharding, target: Sharding) -> float:
         return at_least(source, target, self.ttype.shape, self.ttype.dtype.itemsize)
@@ -132,19 +153,31 @@ class _Matrix:
 
     def _put(self, place: tuple[int, int], seconds: float) -> bool:
         before = self.costs[place]
+        self._tables.clear()
         self.costs[place], self.quality[place] = seconds, GOOD
         return bool(before != seconds and not abs(before - seconds) <= _SAME)
 
-    def _add(self, new: list[Sharding]) -> None:
-        """Add rows and columns."""
-        old = [*self.shardings]
-        both, count = [*old, *new], len(old)
-        costs, quality = np.zeros((len(both), len(both))), np.zeros((len(both), len(both)), dtype=np.int64)
+    def blocks(self, new: Sequence[Sharding]) -> tuple[Block, Block]:
+        """What is to be priced to add some: from the new ones to all, and from the others to them."""
+        old = tuple(self.shardings)
+        return Block(new, (*old, *new), self.ttype), Block(old, new, self.ttype)
+
+    def add(self, new: Sequence[Sharding], priced: Sequence[tuple[Costs, np.ndarray]]) -> None:
+        """Add rows and columns; `priced` are those of `blocks`."""
+        count = len(self.shardings)
+        self.shardings |= {s: n for n, s in enumerate(new, count)}
+        shape = len(self.shardings), len(self.shardings)
+        costs, quality = np.zeros(shape), np.zeros(shape, dtype=np.int64)
         costs[:count, :count], quality[:count, :count] = self.costs, self.quality
-        costs[count:], quality[count:] = reshard_costs(new, both, self.ttype, self.atoms_of)
-        if old:
-            costs[:count, count:], quality[:count, count:] = reshard_costs(old, new, self.ttype, self.atoms_of)
-        self.costs, self.quality, self.shardings = costs, quality, {s: n for n, s in enumerate(both)}
+        (costs[count:], quality[count:]), (costs[:count, count:], quality[:count, count:]) = priced
+        self.costs, self.quality = costs, quality
         for (source, target), seconds in self.exact.items():
             if source in self.shardings and target in self.shardings:
                 self._put((self.shardings[source], self.shardings[target]), seconds)
+
+
+def _extend(new: Sequence[tuple[_Matrix, Sequence[Sharding]]], atoms_of: AtomsOf) -> None:
+    """Add shardings to matrices."""
+    priced = reshard_costs([block for matrix, found in new for block in matrix.blocks(found)], atoms_of)
+    for place, (matrix, found) in enumerate(new):
+        matrix.add(found, priced[2 * place : 2 * place + 2])

@@ -8,6 +8,7 @@ its annotation, and its readers take it from there alone.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,11 +23,11 @@ from .cost_graph import Between, Classes, CostGraph, Costs, Digits, Edge, FromEi
 from .elimination import Assignment, eliminate, elimination_order
 from .frame import Frame
 from .labels import Label
-from .op_labels import LabelMaker, Labels, classes_of
+from .op_labels import KnownLabels, LabelMaker, Labels, Needs, classes_of
 from .prices import Prices, Shardings
 from .reshard_costs import AtomsOf
 from .stationary import moves_along
-from .ties import by_preference, own, sharding_key
+from .ties import by_layout, by_preference, own, sharding_key
 
 # Seconds that a copy costs at least: one that costs no more is made by slices, which need no sharing.
 _FREE = 2e-13
@@ -35,26 +36,17 @@ _FORBIDDEN = 1e3
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """The sets of shardings in which a reader may need a tensor (several where it reads it twice), by label."""
-
-    sets: tuple[Shardings, ...]
-    classes: Classes
-
-
-@dataclass(frozen=True, slots=True)
 class Shared:
-    """A tensor's variable: label number n is (made[n // len(copies)], copies[n % len(copies)])."""
+    """A tensor's variable: its labels are pairs of where it is made and a copy or, as the last one, none."""
 
     variable: int
     made: Shardings
-    copies: tuple[Sharding | None, ...]
+    copies: Shardings
 
     def label(self, number: int) -> tuple[Sharding, ...]:
         """Where the tensor is made, and its copy, if it has one."""
-        row, column = divmod(number, len(self.copies))
-        copy = self.copies[column]
-        return (self.made[row],) if copy is None else (self.made[row], copy)
+        row, column = divmod(number, len(self.copies) + 1)
+        return (self.made[row], *self.copies[column : column + 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +68,7 @@ class Program:
     An input without an annotation is whole on all ranks of all meshes.
 
     atoms_of, around, free, along: which labels ops have (`LabelMaker`).
+    known: the labels that were made so far for forms of the program.
     homes: whether all readers of a tensor take it from one place, which makes for far smaller tables of elimination. As
         slices cost nothing, there is little that a copy beside the tensor saves more.
     """
@@ -87,6 +80,7 @@ class Program:
     free: frozenset[int] | None = None
     along: str | None = None
     homes: bool = False
+    known: KnownLabels = field(default_factory=KnownLabels)
     labels: list[Labels] = field(default_factory=list)
     costs: CostGraph = field(default_factory=CostGraph)
     variables: dict[int, int] = field(default_factory=dict)  # of ops
@@ -96,7 +90,9 @@ class Program:
 
     def __post_init__(self) -> None:
         between = not self.homes
-        self.labels = LabelMaker(self.frame, self.atoms_of, self.around, self.free, self.along, between).all()
+        self.labels = LabelMaker(
+            self.frame, self.atoms_of, self.known, self.around, self.free, self.along, between
+        ).all()
 
     def ttype(self, tensor: int) -> TensorType:
         """The type of a tensor."""
@@ -138,8 +134,7 @@ class Program:
                     found[self.ttype(i)].update(dict.fromkeys(ends))
         for i, shardings in self.frame.given.items():
             found.setdefault(self.ttype(i), {}).update(dict.fromkeys(shardings))
-        for ttype, shardings in found.items():
-            self.prices.take(ttype, tuple(shardings))
+        self.prices.take(found)
 
     def _reserved(self, tensor: int) -> int | None:
         """A variable for a tensor that has several readers, its place as an output or an annotation among them."""
@@ -190,9 +185,7 @@ class Program:
         return _FORBIDDEN * self.forbidden if self.frame.kept or self.frame.has_terms else self.limit
 
     def _needs(self, tensor: int, node: int) -> Needs:
-        places = self.frame.readers[tensor][node]
-        sets = [tuple(dict.fromkeys([p.operands[place] for place in places])) for p in self.labels[node].placements]
-        return Needs(*classes_of(sets))
+        return self.labels[node].needs(tuple(self.frame.readers[tensor][node]))
 
     def _needs_of(self, tensor: int) -> dict[int, Needs]:
         """The same by op that decides for some readers."""
@@ -200,12 +193,8 @@ class Program:
 
     def _read(self, have: Shardings, needs: Needs, tensor: int) -> Costs:
         """[have, needs]: bringing a tensor to where a reader needs it."""
-        each = tuple(dict.fromkeys(s for need in needs.sets for s in need))
-        table = self._table(have, each, tensor)
-        if all(len(need) == 1 for need in needs.sets):
-            return table
-        at = {s: n for n, s in enumerate(each)}
-        return np.stack([table[:, [at[s] for s in need]].sum(1) for need in needs.sets], 1)
+        table = self._table(have, needs.each, tensor)
+        return np.stack([table[:, places].sum(1) for places in needs.places], 1) if needs.places else table
 
     def end(self, tensor: int, made: Sharding) -> Sharding:
         """Where an output that nobody places is left: a sum is scattered over a dim that divides, or else reduced."""
@@ -297,12 +286,15 @@ class Program:
         if self.homes:
             self._settle(tensor, variable, (have, made), needs, copies)
             return
-        shared = self.shared[tensor] = Shared(variable, have, (*copies, None))
+        shared = self.shared[tensor] = Shared(variable, have, copies)
         costs = self._copy_costs(tensor, have, copies)
-        rows, columns = (Digits((len(have), len(shared.copies)), axis) for axis in (0, 1))
+        rows, columns = (Digits((len(have), len(copies) + 1), axis) for axis in (0, 1))
         self.costs.costs[variable] = costs.ravel()
+        readers = self.frame.readers_of(tensor)
         for node, need in needs.items():
-            self.costs.edges.append(self._either(tensor, node, shared, need, (rows, columns)))
+            times = self.frame.tensors[tensor] * readers[node]
+            costs = self._either(tensor, shared, need) * times
+            self.costs.edges.append(FromEither((variable, self.variables[node]), costs, (rows, columns), need.classes))
         if made is not None:
             maker = self.variables[self.frame.makers[tensor][0]]
             self.costs.edges.append(Same((maker, variable), made, rows, self.impossible))
@@ -316,7 +308,7 @@ class Program:
         places, numbered = classes_of(tuple(dict.fromkeys((*have, *copies))))
         self.shared[tensor] = Home(variable, places)
         moves = self._table(have, places, tensor) * times
-        costs = by_preference([*map(sharding_key, places)]) * own(self.frame.numbers[tensor])
+        costs = by_layout(places) * own(self.frame.numbers[tensor])
         if tensor in self.frame.outputs and tensor not in self.frame.given:
             costs = costs + self._end_costs(tensor, places) * times
         self.costs.costs[variable] = costs + moves.min(0) if made is None else costs
@@ -332,7 +324,7 @@ class Program:
         """The shardings that more than one reader may need."""
         counts = Counter[Sharding]()
         for node, times in self.frame.readers_of(tensor).items():
-            for s in dict.fromkeys(s for found in needs[node].sets for s in found):
+            for s in needs[node].each:
                 counts[s] += times
         wanted = 1 if tensor in self.frame.outputs and tensor not in self.frame.given else 2
         return tuple(s for s, n in counts.items() if n >= wanted)
@@ -344,18 +336,14 @@ class Program:
         if tensor in self.frame.outputs and tensor not in self.frame.given:
             unreduced = np.array([copy.partial != () for copy in copies] + [True])
             costs += np.where(unreduced, self._end_costs(tensor, have)[:, None], 0.0)
-        ties = by_preference([(), *[sharding_key(copy) for copy in copies]]) * own(self.frame.numbers[tensor])
-        return np.minimum(costs * self.frame.tensors[tensor] + np.roll(ties, -1)[None, :], self.impossible)
+        ties = _copies_by_layout(copies) * own(self.frame.numbers[tensor])
+        return np.minimum(costs * self.frame.tensors[tensor] + ties, self.impossible)
 
-    def _either(
-        self, tensor: int, node: int, shared: Shared, needs: Needs, sources: tuple[Digits, Digits]
-    ) -> FromEither:
-        copies = tuple([copy for copy in shared.copies if copy is not None])
+    def _either(self, tensor: int, shared: Shared, needs: Needs) -> Costs:
+        """[where it is made, copies and none; needs]: bringing a tensor from either to where a reader needs it."""
+        made, copies = self._read(shared.made, needs, tensor), shared.copies
         none = np.full((1, len(needs.sets)), 2 * self.impossible)
-        from_copy = np.concatenate([self._read(copies, needs, tensor), none]) if copies else none
-        times = self.frame.tensors[tensor] * self.frame.readers_of(tensor)[node]
-        tables = self._read(shared.made, needs, tensor) * times, from_copy * times
-        return FromEither((shared.variable, self.variables[node]), tables, sources, needs.classes)
+        return np.concatenate([made, *([self._read(copies, needs, tensor)] if copies else ()), none])
 
     def assigned(self, labels: Sequence[Label]) -> Assignment:
         """The best assignment in which every op has a given label."""
@@ -370,6 +358,13 @@ class Program:
         """Every op's label in an assignment."""
         at = [(self.labels[node.id], chosen[self.variables[node.id]]) for node in self.frame.graph.nodes]
         return [Label(labels.placements[n], labels.spots[n]) for labels, n in at]
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _copies_by_layout(copies: Shardings) -> Costs:
+    """Seconds that are added to what each copy costs, and then to what none does, which comes first."""
+    none, *each = by_preference([(), *map(sharding_key, copies)])
+    return np.array([*each, none])
 
 
 def _scattered(made: Sharding, dim: int, n: int) -> Sharding | None:

@@ -7,24 +7,31 @@ of its variables; the labels of the others follow from those of the core.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
+from .cost_graph import CostGraph, Costs, Dense, Edge, least_along, quickest, table_of
 
-from .cost_graph import CostGraph, Costs, Dense, Edge
-
-# Cells of the largest table of labels by labels: edges of more are quicker by what their labels have in common.
+# Cells of the largest table of labels by labels.
 _MOST_CELLS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """A variable that is gone: its best label, [labels of each neighbour]."""
+    """A variable that is gone: what its labels cost, and with each neighbour's, [its labels, the neighbour's]."""
 
     variable: int
+    costs: Costs
     neighbours: tuple[int, ...]
-    best: np.ndarray
+    tables: tuple[Costs, ...]
+
+    def best(self, labels: Sequence[int]) -> int:
+        """Its best label, given those of its neighbours."""
+        costs = self.costs
+        for other, table in zip(self.neighbours, self.tables, strict=True):
+            costs = costs + table[:, labels[other]]
+        return int(costs.argmin())
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,7 @@ class Reduced:
         for variable, label in zip(self.kept, labels, strict=True):
             out[variable] = int(label)
         for gone in reversed(self.removed):
-            out[gone.variable] = int(gone.best[tuple([out[v] for v in gone.neighbours])])
+            out[gone.variable] = gone.best(out)
         return tuple(out)
 
 
@@ -52,22 +59,24 @@ def reduced(graph: CostGraph) -> Reduced:
     tables.run()
     kept = [v for v in range(len(graph.costs)) if v in tables.near]
     number = {v: n for n, v in enumerate(kept)}
-    edges = [Dense((number[a], number[b]), table) for (a, b), table in tables.edges.items()]
-    large = [edge.between((number[edge.sides[0]], number[edge.sides[1]])) for edge in tables.large]
-    core = CostGraph([tables.costs[v] for v in kept], [*edges, *large])
-    return Reduced(core, tuple(kept), tuple(tables.removed), tables.constant)
+    sizes = graph.sizes()
+    edges = [*[quickest(edge, sizes[a] * sizes[b]) for (a, b), edge in tables.edges.items()], *tables.large]
+    placed = [edge.between((number[edge.sides[0]], number[edge.sides[1]])) for edge in edges]
+    return Reduced(
+        CostGraph([tables.costs[v] for v in kept], placed), tuple(kept), tuple(tables.removed), tables.constant
+    )
 
 
 @dataclass(slots=True)
 class _Tables:
-    """What variables cost alone, and in pairs as one table [labels of the lower number, of the higher].
+    """What variables cost alone, and in pairs by the lower number and the higher.
 
     `large` edges have more pairs than a table may have; their variables stay.
     """
 
     graph: CostGraph
     costs: list[Costs] = field(default_factory=list)
-    edges: dict[tuple[int, int], Costs] = field(default_factory=dict)
+    edges: dict[tuple[int, int], Edge] = field(default_factory=dict)
     large: list[Edge] = field(default_factory=list)
     near: dict[int, set[int]] = field(default_factory=dict)
     removed: list[Removed] = field(default_factory=list)
@@ -79,7 +88,7 @@ class _Tables:
         for edge in self.graph.edges:
             a, b = edge.sides
             if len(self.costs[a]) * len(self.costs[b]) <= _MOST_CELLS:
-                self._add(a, b, edge.table())
+                self._add(edge)
             else:
                 self.large.append(edge)
                 self.near[a].add(b)
@@ -92,37 +101,46 @@ class _Tables:
             v = waiting.pop()
             if v in self.near and len(self.near[v]) <= 2:
                 around = sorted(self.near[v])
-                if np.prod([len(self.costs[u]) for u in (v, *around)]) <= _MOST_CELLS:
+                if math.prod([len(self.costs[u]) for u in (v, *around)]) <= _MOST_CELLS:
                     self._remove(v, around)
                     waiting += around
 
     def _remove(self, v: int, around: Sequence[int]) -> None:
-        table = self.costs[v].reshape(-1, *[1] * len(around))
-        for n, u in enumerate(around):
-            edge = self.edges.pop((min(u, v), max(u, v)))
-            edge = edge if v < u else edge.T
-            table = table + (edge[:, None, :] if n else edge.reshape(*edge.shape, *[1] * (len(around) - 1)))
-            self.near[u].discard(v)
+        tables = tuple([_from(v, self.edges.pop((min(u, v), max(u, v)))) for u in around])
+        self.removed.append(Removed(v, self.costs[v], tuple(around), tables))
         del self.near[v]
-        self.removed.append(Removed(v, tuple(around), table.argmin(0)))
-        least = table.min(0)
+        for u in around:
+            self.near[u].discard(v)
         if not around:
-            self.constant += float(least)
-        elif len(around) == 1:
-            self._add_costs(around[0], least)
-        else:
-            self._add(around[0], around[1], least)
-
-    def _add(self, a: int, b: int, table: Costs) -> None:
-        """What two variables cost together; what depends on one alone is that one's own."""
-        if table.shape[0] == 1 or table.shape[1] == 1:
-            self._add_costs(*((b, table[0]) if table.shape[0] == 1 else (a, table[:, 0])))
+            self.constant += float(self.costs[v].min())
             return
-        (low, high), table = ((a, b), table) if a < b else ((b, a), table.T)
-        known = self.edges.get((low, high))
-        self.edges[low, high] = table if known is None else known + table
+        table = self.costs[v][:, None] + tables[0]
+        if len(around) == 1:
+            self._add_costs(around[0], least_along(table, 0))
+        else:
+            least = least_along(table[:, :, None] + tables[1][:, None, :], 0)
+            self._add(Dense((around[0], around[1]), least))
+
+    def _add(self, edge: Edge) -> None:
+        """Add what two variables cost together; what depends on one alone is that one's own."""
+        a, b = edge.sides
+        if len(self.costs[a]) == 1 or len(self.costs[b]) == 1:
+            table = table_of(edge)
+            self._add_costs(*((b, table[0]) if len(self.costs[a]) == 1 else (a, table[:, 0])))
+            return
+        low, high = sides = min(a, b), max(a, b)
+        known = self.edges.get(sides)
+        if known is not None:
+            edge = Dense(sides, _from(low, known) + _from(low, edge))
+        self.edges[sides] = edge
         self.near[low].add(high)
         self.near[high].add(low)
 
     def _add_costs(self, v: int, costs: Costs) -> None:
         self.costs[v] = self.costs[v] + costs
+
+
+def _from(v: int, edge: Edge) -> Costs:
+    """The table of an edge, [labels of one of its variables, labels of the other]."""
+    table = table_of(edge)
+    return table if edge.sides[0] == v else table.T

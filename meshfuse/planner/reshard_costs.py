@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from ..reshard.search import plan
 from ..sharding import layout as lay
 from ..sharding.layout import Split
 from ..sharding.value import Sharding
-from .cost_graph import Costs
+from .cost_graph import Costs, numbered
 
 _Forms = Callable[[int], tuple[Form, ...]]
 # Where an axis may be: on a dim (its number), on none, or holding terms of a reduction.
@@ -85,10 +86,20 @@ class _Side:
     uneven: np.ndarray
 
 
+@functools.lru_cache(maxsize=1 << 14)
+def _nbytes(sharding: Sharding, ttype: TensorType) -> float:
+    return sharding.max_local_numel(ttype.shape) * float(ttype.dtype.itemsize)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _is_uneven(sharding: Sharding, shape: tuple[int, ...]) -> bool:
+    return not all([lay.is_even(layout, n) for layout, n in zip(sharding.dims, shape, strict=True) if layout])
+
+
 def _side(shardings: Sequence[Sharding], ttype: TensorType, atoms: Atoms) -> _Side:
     places = np.array([_places(s, atoms) for s in shardings], dtype=np.int64).reshape(len(shardings), len(atoms), 2)
-    nbytes = np.array([s.max_local_numel(ttype.shape) * float(ttype.dtype.itemsize) for s in shardings])
-    uneven = np.array([not all(map(lay.is_even, s.dims, ttype.shape)) for s in shardings], dtype=bool)
+    nbytes = np.array([_nbytes(s, ttype) for s in shardings])
+    uneven = np.array([_is_uneven(s, ttype.shape) for s in shardings], dtype=bool)
     return _Side(places[..., 0], places[..., 1], nbytes, np.array([s.reduce for s in shardings]), uneven)
 
 
@@ -100,26 +111,44 @@ AtomsOf = Callable[[DeviceMesh], Atoms]
 GOOD, LOW, DISPLACED, UNEVEN, NONE = range(5)
 
 
-def reshard_costs(
-    sources: Sequence[Sharding], targets: Sequence[Sharding], ttype: TensorType, atoms_of: AtomsOf = whole_axes
-) -> tuple[Costs, np.ndarray]:
-    """Modelled seconds from every source to every target, inf where there is no way, and how good each closed form is.
+class Block(NamedTuple):
+    """Shardings of a tensor of a type: from each source to each target."""
 
-    `atoms_of` gives the axes of a mesh, or the parts of axes, that shardings are made of.
+    sources: Sequence[Sharding]
+    targets: Sequence[Sharding]
+    ttype: TensorType
+
+
+def reshard_costs(blocks: Sequence[Block], atoms_of: AtomsOf = whole_axes) -> list[tuple[Costs, np.ndarray]]:
+    """Of each block modelled seconds, [sources, targets], inf where there is no way, and how good closed forms are.
+
+    What becomes of axes is priced once for all blocks. `atoms_of` gives the axes of a mesh, or the parts of axes, that
+    shardings are made of.
     """
-    costs = np.empty((len(sources), len(targets)))
-    quality = np.full(costs.shape, GOOD)
-    if ttype.rows:  # Nothing but an op that knows them moves rows of experts.
-        costs[:] = [[_NEVER * _apart(s, t) for t in targets] for s in sources]
-        return costs, quality
-    for mesh, rows in _by_mesh(sources).items():
-        for other, columns in _by_mesh(targets).items():
-            sides, at = ([sources[n] for n in rows], [targets[n] for n in columns]), np.ix_(rows, columns)
-            if mesh == other:
-                costs[at], quality[at] = _within(*sides, ttype, atoms_of(mesh))
-            else:
-                costs[at] = _across(*sides, ttype, atoms_of)
-    return costs, quality
+    out = [(np.empty((len(sources), len(targets))), np.full((len(sources), len(targets)), GOOD))
+           for sources, targets, _ in blocks]  # fmt: skip
+    alike: dict[DeviceMesh, list[tuple[int, tuple[np.ndarray, ...], Block]]] = {}
+    for number, (sources, targets, ttype) in enumerate(blocks):
+        if ttype.rows:  # Nothing but an op that knows them moves rows of experts.
+            pairs = itertools.product(enumerate(sources), enumerate(targets))
+            for (n, source), (m, target) in pairs:
+                out[number][0][n, m] = _NEVER * _apart(source, target)
+            continue
+        for mesh, rows in _by_mesh(sources).items():
+            for other, columns in _by_mesh(targets).items():
+                part, at = (
+                    Block([sources[n] for n in rows], [targets[n] for n in columns], ttype),
+                    np.ix_(rows, columns),
+                )
+                if mesh == other:
+                    alike.setdefault(mesh, []).append((number, at, part))
+                else:
+                    out[number][0][at] = _across(part, atoms_of)
+    for mesh, parts in alike.items():
+        tables = _within([part for *_, part in parts], mesh, atoms_of(mesh))
+        for (number, at, _), table in zip(parts, tables, strict=True):
+            out[number][0][at], out[number][1][at] = table
+    return out
 
 
 def _by_mesh(shardings: Sequence[Sharding]) -> dict[DeviceMesh, list[int]]:
@@ -129,34 +158,36 @@ def _by_mesh(shardings: Sequence[Sharding]) -> dict[DeviceMesh, list[int]]:
     return found
 
 
-def _across(sources: Sequence[Sharding], targets: Sequence[Sharding], ttype: TensorType, atoms_of: AtomsOf) -> Costs:
+def _across(block: Block, atoms_of: AtomsOf) -> Costs:
     """To another mesh: reduced on the old one, then sent to every rank of the new one that needs it."""
-    reduced = [reshard_costs([s], [s.reduced()], ttype, atoms_of)[0][0, 0] if s.partial else 0.0 for s in sources]
+    sources, targets, ttype = block
+    inside = [Block([s], [s.reduced()], ttype) for s in sources if s.partial]
+    reduced = iter([float(costs[0, 0]) for costs, _ in reshard_costs(inside, atoms_of)])
+    before = np.array([next(reduced) if s.partial else 0.0 for s in sources])
     link = between(sources[0].mesh, targets[0].mesh)
     sizes = [max(s.max_local_numel(ttype.shape), 1) * float(ttype.dtype.itemsize) for s in targets]
     sent = [np.inf if s.partial else permute(link, nbytes) for s, nbytes in zip(targets, sizes, strict=True)]
-    return np.array(reduced)[:, None] + np.array(sent)[None, :]
+    return before[:, None] + np.array(sent)[None, :]
 
 
-def _within(
-    sources: Sequence[Sharding], targets: Sequence[Sharding], ttype: TensorType, atoms: Atoms
-) -> tuple[Costs, np.ndarray]:
-    """On one mesh."""
-    costs = np.full((len(sources), len(targets)), np.inf)
-    quality = np.full(costs.shape, NONE)
-    known = [[n for n, s in enumerate(side) if _places(s, atoms) is not None] for side in (sources, targets)]
-    if all(known):
-        one, other = (_side([side[n] for n in there], ttype, atoms)
-                      for side, there in zip((sources, targets), known, strict=True))  # fmt: skip
-        at = np.ix_(*known)
-        mesh = sources[0].mesh
-        costs[at] = _between(one, other, mesh, atoms)
-        # Where bytes alone decide, and all links are alike, nothing takes less than the closed form of such a change.
-        displaced = LOW if mesh.uniform and mesh.links[0].is_bytes_only else DISPLACED
-        found = np.where(_displaced(one, other), displaced, GOOD)
-        found[one.uneven[:, None] | other.uneven[None, :]] = UNEVEN
-        quality[at] = np.where(np.isfinite(costs[at]), found, GOOD)
-    return costs, quality
+def _within(blocks: Sequence[Block], mesh: DeviceMesh, atoms: Atoms) -> list[tuple[Costs, np.ndarray]]:
+    """The same of blocks on one mesh."""
+    known = [[[n for n, s in enumerate(side) if _places(s, atoms) is not None] for side in block[:2]]
+             for block in blocks]  # fmt: skip
+    pairs = [(_side([block.sources[n] for n in rows], block.ttype, atoms),
+              _side([block.targets[n] for n in columns], block.ttype, atoms))
+             for block, (rows, columns) in zip(blocks, known, strict=True)]  # fmt: skip
+    # Where bytes alone decide, and all links are alike, nothing takes less than the closed form of such a change.
+    displaced = LOW if mesh.uniform and mesh.links[0].is_bytes_only else DISPLACED
+    out = []
+    for block, at, pair, seconds in zip(blocks, known, pairs, _between(pairs, mesh, atoms), strict=True):
+        costs = np.full((len(block.sources), len(block.targets)), np.inf)
+        quality = np.full(costs.shape, NONE)
+        found = np.where(_displaced(*pair), displaced, GOOD)
+        found[pair[0].uneven[:, None] | pair[1].uneven[None, :]] = UNEVEN
+        costs[np.ix_(*at)], quality[np.ix_(*at)] = seconds, np.where(np.isfinite(seconds), found, GOOD)
+        out.append((costs, quality))
+    return out
 
 
 def _displaced(sources: _Side, targets: _Side) -> np.ndarray:
@@ -195,23 +226,31 @@ def _by_axis(sharding: Sharding) -> dict[str | None, list[tuple[int, Split]]]:
 _STAYS, _IDLE, _SLICED, _LATE, _SCATTERED, _MOVED, _DISPLACED, _REDUCED, _GATHERED, _KINDS = range(10)
 
 
-def _between(sources: _Side, targets: _Side, mesh: DeviceMesh, atoms: Atoms) -> Costs:
+def _between(pairs: Sequence[tuple[_Side, _Side]], mesh: DeviceMesh, atoms: Atoms) -> list[Costs]:
     """Pairs in which the same becomes of all axes, at the same sizes, cost the same: each case is priced once."""
     if not atoms:
-        return np.zeros((len(sources.nbytes), len(targets.nbytes)))
-    kinds, impossible = _kinds(sources, targets, atoms)
-    code = np.zeros(impossible.shape, dtype=np.int64)
-    for kind in kinds:
-        code = code * _KINDS + kind
-    sizes = [np.unique(side.nbytes, return_inverse=True) for side in (sources, targets)]
-    (before, rows), (after, columns) = sizes
-    code = (code * len(before) + rows[:, None]) * len(after) + columns[None, :]
-    cases, which = np.unique(code, return_inverse=True)
+        return [np.zeros((len(sources.nbytes), len(targets.nbytes))) for sources, targets in pairs]
+    before, rows = numbered(np.concatenate([sources.nbytes for sources, _ in pairs]))
+    after, columns = numbered(np.concatenate([targets.nbytes for _, targets in pairs]))
+    codes, impossible = list[np.ndarray](), list[np.ndarray]()
+    row = column = 0
+    for sources, targets in pairs:
+        kinds, never = _kinds(sources, targets, atoms)
+        code = np.zeros(never.shape, dtype=np.int64)
+        for kind in kinds:
+            code = code * _KINDS + kind
+        ends = row + len(sources.nbytes), column + len(targets.nbytes)
+        code = (code * len(before) + rows[row : ends[0], None]) * len(after) + columns[None, column : ends[1]]
+        (row, column), codes, impossible = ends, [*codes, code], [*impossible, never]
+    cases, which = numbered(np.concatenate([code.ravel() for code in codes]))
     digits = cases // (len(before) * len(after))
     listed = np.stack([digits // _KINDS**n % _KINDS for n in reversed(range(len(atoms)))], -1)
     change = _Change(listed, before[cases // len(after) % len(before)], after[cases % len(after)], mesh, atoms)
-    ways = [_Way(change, scattered, shared).seconds() for scattered, shared in change.ways()]
-    return np.where(impossible, np.inf, np.minimum.reduce(ways)[which.reshape(code.shape)])
+    seconds = np.minimum.reduce([_Way(change, scattered, shared).seconds() for scattered, shared in change.ways()])[
+        which
+    ]
+    parts = np.split(seconds, np.cumsum([code.size for code in codes])[:-1])
+    return [np.where(never, np.inf, part.reshape(never.shape)) for never, part in zip(impossible, parts, strict=True)]
 
 
 def _kinds(sources: _Side, targets: _Side, atoms: Atoms) -> tuple[list[np.ndarray], np.ndarray]:
@@ -261,7 +300,7 @@ class _Change:
     def sets(self, changed: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
         """Sets of axes, and the pairs where just these are changed."""
         bits = changed @ (1 << np.arange(len(self.axes)))
-        for code in np.unique(bits):
+        for code in np.flatnonzero(np.bincount(bits)):
             if code:
                 yield tuple(n for n in range(len(self.axes)) if code >> n & 1), bits == code
 

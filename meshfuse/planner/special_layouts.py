@@ -21,6 +21,7 @@ from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
 
 Dims = tuple[Layout, ...]
+_Asked = tuple[tuple[Dims, ...], ...]  # of an op: the layouts of each of its tensors
 # Layouts of one tensor on one mesh that are followed; most have one or two.
 _MOST = 8
 
@@ -44,6 +45,8 @@ class SpecialLayouts:
     dims: dict[int, tuple[Dims, ...]] = field(default_factory=dict)
     _followed: dict[Hashable, tuple[tuple[int, Dims], ...]] = field(default_factory=dict)
     _of_op: dict[Hashable, tuple[Layouts, ...]] = field(default_factory=dict)
+    _known: dict[int, tuple[_Asked, tuple[Layouts, ...]]] = field(default_factory=dict)  # the last of `of_op`, by op
+    _done: dict[int, _Asked] = field(default_factory=dict)  # by op what it was followed from last
 
     @classmethod
     def of(cls, graph: Graph, mesh: DeviceMesh, nodes: Sequence[Node], alike: Mapping[int, int]) -> SpecialLayouts:
@@ -62,14 +65,21 @@ class SpecialLayouts:
 
     def copy(self) -> SpecialLayouts:
         """The same, to add to; what follows from equal layouts of equal ops is worked out once for both."""
-        return dataclasses.replace(self, dims={**self.dims})
+        return dataclasses.replace(self, dims={**self.dims}, _known={**self._known}, _done={**self._done})
 
     def _is_special(self, layout: Layout, n: int) -> bool:
         return is_special(self.mesh, layout, n)
 
     def of_op(self, node: Node) -> tuple[Layouts, ...]:
         """The special layouts of an op's factors that its operands and results ask for, all other factors whole."""
-        key = self._key(node)
+        asked = self._asked_of(node)
+        before = self._known.get(node.id)
+        if before is None or before[0] != asked:
+            before = self._known[node.id] = asked, self._factors(node, asked)
+        return before[1]
+
+    def _factors(self, node: Node, asked: _Asked) -> tuple[Layouts, ...]:
+        key = id(node.call), id(node.rule), asked
         found = self._of_op.get(key)
         if found is None:
             sizes = [factor.size for factor in node.rule.factors]
@@ -86,9 +96,11 @@ class SpecialLayouts:
 
     def follow(self, node: Node) -> None:
         """Add what the op's tensors are in the layouts that some of them ask for; equal ops are worked out once."""
-        tensors, key = (*node.inputs, *node.outputs), self._key(node)
-        if not any(key[2]):
+        tensors, asked = (*node.inputs, *node.outputs), self._asked_of(node)
+        if not any(asked) or self._done.get(node.id) == asked:
             return
+        self._done[node.id] = asked
+        key = id(node.call), id(node.rule), asked
         if key not in self._followed:
             asked = [layouts for found in self._asked(node) for layouts in _with_exchanged(node, found)]
             self._followed[key] = tuple([
@@ -105,9 +117,9 @@ class SpecialLayouts:
         if any(dims) and len(known) < _MOST and dims not in known:
             self.dims[self.alike[tensor]] = (*known, dims)
 
-    def _key(self, node: Node) -> tuple[int, int, tuple[tuple[Dims, ...], ...]]:
-        """What an op's layouts follow from: the op, its rule, and those of its operands and results."""
-        return id(node.call), id(node.rule), tuple([self._dims_of(i) for i in (*node.inputs, *node.outputs)])
+    def _asked_of(self, node: Node) -> _Asked:
+        """The layouts of an op's operands and results."""
+        return tuple([self._dims_of(i) for i in (*node.inputs, *node.outputs)])
 
     def _dims_of(self, tensor: int) -> tuple[Dims, ...]:
         return self.dims.get(self.alike[tensor], ())

@@ -30,6 +30,12 @@ def by_preference(keys: Sequence[Key]) -> np.ndarray:
     return ranks * (_MOST / max(len(keys), 1))
 
 
+@functools.lru_cache(maxsize=1 << 12)
+def by_layout(shardings: tuple[Sharding, ...]) -> np.ndarray:
+    """Seconds that are added to what each of these shardings costs."""
+    return by_preference([*map(sharding_key, shardings)])
+
+
 def own(number: float) -> float:
     """How many times as much these seconds are for an op of this number."""
     return 1 + _OWN * number
