@@ -79,7 +79,7 @@ def _enter(node: Any, names: Mapping[int, str], entered: dict[tuple[Node, Node],
         node.update_arg(place, entered[given, owner])
 
 
-def _left(node: Node, is_forward: bool, is_view: bool) -> Iterator[tuple[Node, Node]]:
+def _left(node: Any, is_forward: bool, is_view: bool) -> Iterator[tuple[Node, Node]]:
     """Nodes behind the results of attention, which all read but its own backward."""
     names = ("output",) if is_forward else ("query_gradient", "key_gradient", "value_gradient")
     for x in [x for x in node.users if x.args[1] < len(names)]:

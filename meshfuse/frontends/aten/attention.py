@@ -45,7 +45,7 @@ def _gradients(
     missing = _HEADS - query.ndim
     lifted = [_lifted(t, x, missing) for x in (grad, query, key, value, output, logsumexp)]
     if t.spread is not None and t.spread.ring:
-        made = _ring(t, *lifted[1:3], mask, is_causal, scale).backward(lifted[:5], lifted[5])
+        made = _ring(t, lifted[1], lifted[2], mask, is_causal, scale).backward(lifted[:5], lifted[5])
     else:
         made = t.ops.sdpfa_bwd(*lifted, dropout_p, is_causal, seed, offset, scale, **_added(t, mask))
     return tuple(_lowered(t, x, missing) for x in made)
