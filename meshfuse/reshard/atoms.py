@@ -20,19 +20,20 @@ Atoms = frozenset[Split]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cuts:
-    """By axis the boundaries at which it is cut, ascending; one object for equal ones."""
+    """By axis the boundaries at which it is cut, ascending, without axes that stay whole; one object for equal ones."""
 
     by_axis: Mapping[str, tuple[int, ...]]
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def cuts_of(shardings: tuple[Sharding, ...]) -> Cuts:
-    """The boundaries of all sub-axes that any of these shardings uses."""
+    """The boundaries of all sub-axes that any of these shardings of one mesh uses."""
     by_axis: dict[str, set[Split]] = {}
     for split in [s for sharding in shardings for s in (*sharding.splits, *sharding.partial)]:
         assert split.axis is not None
         by_axis.setdefault(split.axis, set()).add(split)
-    return _cuts(frozenset((axis, boundaries(found)) for axis, found in by_axis.items()))
+    cuts = {axis: boundaries(found) for axis, found in by_axis.items()}
+    return _cuts(frozenset([(a, found) for a, found in cuts.items() if found != (1, shardings[0].mesh.axis_size(a))]))
 
 
 @functools.lru_cache(maxsize=1 << 12)

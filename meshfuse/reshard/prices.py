@@ -155,5 +155,12 @@ def _total(counts: Iterable[tuple[int, ...]]) -> int:
 @functools.lru_cache(maxsize=1 << 16)
 def _shared(old: Layout, new: Layout, n: int, mesh: DeviceMesh) -> tuple[int, ...]:
     """For each sampled rank how many indices of a dim it holds in both layouts."""
-    sides = [[lay.digits(layout, mesh, rank) for rank in sampled_ranks(mesh)] for layout in (old, new)]
-    return tuple([lay.shared(old, a, new, b, n) for a, b in zip(*sides, strict=True)])
+    pairs = [*zip(_digits(old, mesh), _digits(new, mesh), strict=True)]
+    found = {pair: lay.shared(old, pair[0], new, pair[1], n) for pair in dict.fromkeys(pairs)}
+    return tuple([found[pair] for pair in pairs])
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _digits(layout: Layout, mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
+    """For each sampled rank its coordinate along each bound split."""
+    return tuple([lay.digits(layout, mesh, rank) for rank in sampled_ranks(mesh)])
