@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 # read when torch is loaded, which is later, and by processes that tests start.)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Each process that tests start would compile all of meshfuse anew, which takes a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # What nohup, or a shell in the background, has this process ignore, the jobs that tests start would ignore, too.
 _DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGQUIT: signal.SIG_DFL}
 for _signal, _handler in _DEFAULTS.items():
@@ -39,6 +44,7 @@ os.environ.setdefault("MESHFUSE_LINKS", "bytes")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="a few cases of each test that is not slow")
+    parser.addoption("--all-cases", action="store_true", help="every case of tests of which a sample is run otherwise")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -46,10 +52,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--hypothesis-profile") == "fuzz":
         for item in items:
             item.own_markers = [marker for marker in item.own_markers if marker.name != "timeout"]
+    if not config.getoption("--all-cases"):
+        _keep(config, items, {item for item in items if _in_sample(item)})
     if config.getoption("--quick"):
-        kept = set(_quick(items))
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = [item for item in items if item in kept]
+        _keep(config, items, set(_quick(items)))
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def _in_sample(item: pytest.Item) -> bool:
+    """Whether a case of a `sampled(n)` test is in its sample: where the places of its values, one of each list of
+    parameters, add up to a multiple of n. So every value is there beside every n-th one of any other list.
+    """
+    sampled = item.get_closest_marker("sampled")
+    if sampled is None:
+        return True
+    lists = [marker.args[0] for marker in item.iter_markers("parametrize")]
+    first = [(names.split(",") if isinstance(names, str) else list(names))[0].strip() for names in lists]
+    return sum(item.callspec.indices[name] for name in first) % sampled.args[0] == 0  # type: ignore[attr-defined]
 
 
 # So many cases of a test with parameters are run with `--quick`: the first, the last, and one between.

@@ -113,6 +113,7 @@ HALVES, THIRDS = (Split(2, "x"), Split(3, "x", 2)), (Split(3, "x"), Split(2, "x"
 LAYOUTS_OF_6 = [*((part,) for part in PARTS_OF_6), HALVES, HALVES[::-1], THIRDS, THIRDS[::-1]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("src", LAYOUTS_OF_6, ids=str)
 @pytest.mark.parametrize("dst", LAYOUTS_OF_6, ids=str)
 @pytest.mark.parametrize("places", [(0, 0), (0, 1)], ids=["in place", "to another dim"])

@@ -62,6 +62,7 @@ def test_one_rank(rank1: RankPool, scenario: str) -> None:
     run(rank1, scenario)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scenario", scenarios())
 def test_two_ranks(ranks2: RankPool, scenario: str) -> None:
     run(ranks2, scenario)
