@@ -64,15 +64,17 @@ def _keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item
 
 
 def _in_sample(item: pytest.Item) -> bool:
-    """Whether a case of a `sampled(n)` test is in its sample: where the places of its values, one of each list of
-    parameters, add up to a multiple of n. So every value is there beside every n-th one of any other list.
+    """Whether a case of a `sampled(n, more)` test is in its sample: where the places of its values, one of each list of
+    parameters, and `more` add up to a multiple of n. So every value is there beside every n-th one of any other list. A
+    case that is marked itself, without n, is in none.
     """
     sampled = item.get_closest_marker("sampled")
-    if sampled is None:
-        return True
+    if sampled is None or not sampled.args:
+        return sampled is None
     lists = [marker.args[0] for marker in item.iter_markers("parametrize")]
     first = [(names.split(",") if isinstance(names, str) else list(names))[0].strip() for names in lists]
-    return sum(item.callspec.indices[name] for name in first) % sampled.args[0] == 0  # type: ignore[attr-defined]
+    n, more = (*sampled.args, 0)[:2]
+    return (more + sum(item.callspec.indices[name] for name in first)) % n == 0  # type: ignore[attr-defined]
 
 
 # So many cases of a test with parameters are run with `--quick`: the first, the last, and one between.

@@ -108,11 +108,13 @@ def outcome(fd: mf.FusionDefinition, sample: Sample) -> list[torch.Tensor] | Non
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @pytest.mark.parametrize("name", OPS)
 def test_a_wrong_argument_is_refused_or_means_the_same_on_every_mesh(name: str) -> None:
+    tried = set[str]()
     for sample in calls(name):
         arguments = f"{sample.args} {sample.kwargs}"
         fd = definition(name, sample)
-        if fd is None:
+        if fd is None or (text := repr(fd)) in tried:  # Many a wrong value is another way to write another one.
             continue
+        tried.add(text)
         split(fd)
         found, expected = outcome(fd, sample), outcome(defined(name, sample), sample)
         assert (found is None) == (expected is None), arguments
