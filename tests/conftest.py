@@ -71,10 +71,22 @@ def _in_sample(item: pytest.Item) -> bool:
     sampled = item.get_closest_marker("sampled")
     if sampled is None or not sampled.args:
         return sampled is None
-    lists = [marker.args[0] for marker in item.iter_markers("parametrize")]
-    first = [(names.split(",") if isinstance(names, str) else list(names))[0].strip() for names in lists]
     n, more = (*sampled.args, 0)[:2]
-    return (more + sum(item.callspec.indices[name] for name in first)) % n == 0  # type: ignore[attr-defined]
+    return (more + sum(_place(item, marker) for marker in item.iter_markers("parametrize"))) % n == 0
+
+
+def _place(item: Any, marker: pytest.Mark) -> int:
+    """Which of a list of parameters a case has."""
+    names, values = marker.args[:2]
+    names = names.split(",") if isinstance(names, str) else names
+    given = tuple(item.callspec.params[name.strip()] for name in names)
+    return [_as_tuple(value, len(names)) for value in values].index(given)
+
+
+def _as_tuple(value: Any, names: int) -> tuple[Any, ...]:
+    if hasattr(value, "marks"):  # of pytest.param
+        return tuple(value.values)
+    return tuple(value) if names > 1 else (value,)
 
 
 # So many cases of a test with parameters are run with `--quick`: the first, the last, and one between.
