@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--hypothesis-profile") == "fuzz":
         for item in items:
             item.own_markers = [marker for marker in item.own_markers if marker.name != "timeout"]
-    if not config.getoption("--all-cases"):
+    if not config.getoption("--all-cases") and not any("::" in arg for arg in config.args):  # those have been named
         _keep(config, items, {item for item in items if _in_sample(item)})
     if config.getoption("--quick"):
         _keep(config, items, set(_quick(items)))
