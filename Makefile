@@ -10,13 +10,14 @@ PYTEST = $(PY) -m pytest -q
 # Two tests at a time; those that start ranks one after another (tests/conftest.py).
 PARALLEL = -n 2 --dist loadscope
 
-.PHONY: help env run check docs docs-serve quick test test-nvfuser test-models ledger ledger-check faults fuzz lint gpu-check
+.PHONY: help env run check docs docs-serve quick test test-all test-nvfuser test-models ledger ledger-check faults fuzz lint gpu-check
 .PHONY: bench bench-bills bench-compile bench-runtime bench-session test-session bench-models bench-thunder
 
 help:
 	@echo "make run        environment and main job: a GPT on simulated ranks, then on 4 real ones"
 	@echo "make check      lint, and a few cases of each test that is quick and starts no process; 3 minutes"
 	@echo "make test       nvFuser's tests in their own environment, then the main suite"
+	@echo "make test-all   all cases of the tests of which 'make test' runs a sample"
 	@echo "make test-models  all models of Hugging Face that are known to work, minutes"
 	@echo "make docs       the site of the documentation, in build/site; make docs-serve shows it on loopback"
 	@echo "make lint       ruff and pyright"
@@ -58,6 +59,9 @@ test-nvfuser:
 	if [ $$status -eq 0 ]; then $$python -m pytest -q $(PARALLEL) -m nvfuser tests/nvfuser && \
 	$$python -m pytest -q -n 0 -m thunder tests/thunder; \
 	elif [ $$status -ne 3 ] || [ -n "$$CI" ]; then exit $$status; fi
+
+test-all: env
+	@$(PYTEST) $(PARALLEL) --all-cases -m sampled
 
 test-models: env
 	@$(PY) -m pytest -q -n 0 -m models tests/models

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 # Two tests run at a time on as many cores, on small tensors: more threads of torch's only wait for each other. (It is
 # read when torch is loaded, which is later, and by processes that tests start.)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Each process that tests start would compile all of meshfuse anew, which takes a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # What nohup, or a shell in the background, has this process ignore, the jobs that tests start would ignore, too.
 _DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGQUIT: signal.SIG_DFL}
@@ -42,6 +47,7 @@ os.environ.setdefault("MESHFUSE_LINKS", "bytes")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="a few cases of each test that is not slow")
+    parser.addoption("--all-cases", action="store_true", help="every case of tests of which a sample is run otherwise")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -49,10 +55,41 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--hypothesis-profile") == "fuzz":
         for item in items:
             item.own_markers = [marker for marker in item.own_markers if marker.name != "timeout"]
+    if not config.getoption("--all-cases") and not any("::" in arg for arg in config.args):  # those have been named
+        _keep(config, items, {item for item in items if _in_sample(item)})
     if config.getoption("--quick"):
-        kept = set(_quick(items))
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = [item for item in items if item in kept]
+        _keep(config, items, set(_quick(items)))
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def _in_sample(item: pytest.Item) -> bool:
+    """Whether a case of a `sampled(n, more)` test is in its sample: where the places of its values, one of each list of
+    parameters, and `more` add up to a multiple of n. So every value is there beside every n-th one of any other list. A
+    case that is marked itself, without n, is in none.
+    """
+    sampled = item.get_closest_marker("sampled")
+    if sampled is None or not sampled.args:
+        return sampled is None
+    n, more = (*sampled.args, 0)[:2]
+    return (more + sum(_place(item, marker) for marker in item.iter_markers("parametrize"))) % n == 0
+
+
+def _place(item: Any, marker: pytest.Mark) -> int:
+    """Which of a list of parameters a case has."""
+    names, values = marker.args[:2]
+    names = names.split(",") if isinstance(names, str) else names
+    given = tuple(item.callspec.params[name.strip()] for name in names)
+    return [_as_tuple(value, len(names)) for value in values].index(given)
+
+
+def _as_tuple(value: Any, names: int) -> tuple[Any, ...]:
+    if hasattr(value, "marks"):  # of pytest.param
+        return tuple(value.values)
+    return tuple(value) if names > 1 else (value,)
 
 
 # So many cases of a test with parameters are run with `--quick`: the first, the last, and one between.

@@ -9,10 +9,11 @@ import torch
 
 from meshfuse.ops import OPS
 from meshfuse.ops.binding import make_call
+from meshfuse.ops.opdef import Call
 from meshfuse.ops.values import TensorRef
 from meshfuse.testing.calls import SALT, operands_of, run_lowering, whole
 
-__all__ = ["SALT", "argument", "make_call", "operands_of", "run_lowering", "sample_ids", "whole"]
+__all__ = ["SALT", "argument", "make_call", "operands_of", "run_lowering", "sample_ids", "splits", "whole"]
 
 
 def sample_ids() -> list[tuple[str, int]]:
@@ -26,3 +27,17 @@ def argument(arg: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if isinstance(arg, tuple) and arg and isinstance(arg[0], TensorRef):
         return [tensors[ref.id] for ref in arg]
     return arg
+
+
+def splits(call: Call) -> list[tuple[int, int]]:
+    """(operand, dim) of dims of more than one element that between them have every factor of the op's rule, and are of
+    every operand: what is decided of a factor is decided of all dims that have it.
+    """
+    found, seen = list[tuple[int, int]](), set[object]()
+    for operand, dims in enumerate(call.op.rule(call).operands):
+        for dim, factors in enumerate(dims):
+            new = {f"operand {operand}", *factors} - seen
+            if call.types[operand].shape[dim] > 1 and (new or not factors):
+                found.append((operand, dim))
+                seen |= new
+    return found

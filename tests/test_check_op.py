@@ -198,6 +198,7 @@ def _mutated(op: mf.OpDef, mutation: Callable[[Rule], Rule | None]) -> mf.OpDef:
     return dataclasses.replace(op, rule=rule, distributed=None)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "mutation"), _mutants(), ids=lambda value: getattr(value, "__name__", value))
 def test_a_mistake_in_a_factor_rule_is_found(name: str, mutation: Callable[[Rule], Rule | None]) -> None:
     with pytest.raises(AssertionError) as caught:

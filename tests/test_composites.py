@@ -72,6 +72,7 @@ def _name(t: torch.Tensor) -> str:
     return next(d.name for d in mf.DataType if d.value == str(t.dtype).removeprefix("torch."))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("name", CASES)
@@ -177,6 +178,7 @@ SPECIAL: dict[str, tuple[Build, Callable[[torch.Tensor], torch.Tensor]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", ["one rank", "last dim uneven", "two axes"])
 @pytest.mark.parametrize("name", SPECIAL)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])

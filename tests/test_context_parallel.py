@@ -146,6 +146,7 @@ def test_rings_without_elements_are_right(sizes: Any, name: str) -> None:
         assert_right(defined(place, "full", lse=lse, sizes=sizes), "full", 1e-10)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ASKED)
 @pytest.mark.parametrize("name", PLACES)
 def test_attention_in_a_ring_and_its_gradients_are_torch_s(name: str, mode: str) -> None:
@@ -242,6 +243,7 @@ def shard_bytes(place: Place) -> int:
 EXACT = ("ring of 2", "ring of 3", "ring of 4", "ring of 8", "batch", "heads")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ASKED)
 @pytest.mark.parametrize("name", EXACT)
 def test_ranks_send_their_keys_and_values_on_and_nothing_else(name: str, mode: str) -> None:

@@ -131,7 +131,7 @@ def results(compiled: CompiledProgram, made: Sequence[HostProgram], inputs: Sequ
 
 
 @pytest.mark.slow
-@settings(max_examples=14)
+@settings(max_examples=8)
 @given(definitions(min_ops=3, max_ops=10).flatmap(annotations))
 def test_random_programs_keep_their_orders_and_bits(fd: mf.FusionDefinition) -> None:
     compiled, inputs = fd.compile(), inputs_for(fd)

@@ -327,7 +327,7 @@ def test_a_plan_for_the_links_is_no_slower_on_them_than_one_that_counts_bytes(da
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("over_whole_axes")
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(st.data())
 def test_values_move_right_on_axes_of_any_speed(data: st.DataObject) -> None:
     """From any sharding to any other, and from unreduced sums over all axes to any."""

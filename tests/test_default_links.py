@@ -97,7 +97,7 @@ def test_random_programs_are_what_torch_computes(links: str, monkeypatch: pytest
     """With latency plans are others than where bytes alone decide, as in the other tests of random programs."""
     monkeypatch.setenv("MESHFUSE_LINKS", links)
 
-    @settings(max_examples=examples(40))
+    @settings(max_examples=examples(20))
     @given(programs(), st.integers(0, 99))
     def check(fd: mf.FusionDefinition, number: int) -> None:
         inputs = inputs_for(fd, number)

@@ -155,6 +155,7 @@ def test_an_op_over_a_sharded_dim_computes_what_torch_does(name: str, spec: str)
     assert_close(found, reference(X.double()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.dims])
 @pytest.mark.usefixtures("forms_forced")
@@ -208,6 +209,7 @@ def test_the_variance_of_other_types(dtype: torch.dtype) -> None:
     assert_close([found], wide.var(0).to(found.dtype))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int64, torch.complex64, torch.float64])
 @pytest.mark.parametrize("spec", ["rows over 4", "rows over more ranks than rows", "columns over 4, the last short"])
 @pytest.mark.parametrize("name", ["cumsum", "cumprod", "cumsum_bwd"])

@@ -176,6 +176,7 @@ def test_an_annotation_of_one_layer_holds() -> None:
     check(fd)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_layers_in_any_order_give_right_numbers(seed: int) -> None:
     """Stretches with odd ones among them: whatever is left out, numbers and annotations are those of the whole."""
@@ -308,6 +309,7 @@ def across(seed: int) -> Fd:
 
 
 # In program 67 what stands for the operands of some ops is unreduced, and they are not.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", [*range(20), 67])
 def test_reads_across_layers(seed: int) -> None:
     """Whatever layer a reader that stays reads, one that stays stands for it, and the numbers are torch's."""

@@ -119,7 +119,7 @@ def alternatives(text: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(definitions((), open_sizes=True).flatmap(annotations))
 def test_an_alternative_is_another_one(fd: mf.FusionDefinition) -> None:
     fd.simulate(inputs_for(fd, 0))

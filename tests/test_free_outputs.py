@@ -45,6 +45,7 @@ def as_spec(sharding: Sharding) -> Spec:
     return [tuple(split.axis for split in layout if split.axis) or None for layout in sharding.dims]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("left", SPECS)
 def test_to_say_where_an_output_is_left_saves_nothing(left: Spec) -> None:
     for right in SPECS:

@@ -83,6 +83,7 @@ class Stack:
         return 2 * (TP - 1) / TP * nbytes + 2 * (DP - 1) / DP * nbytes / TP
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layers, batch, width", [(8, 64, 256), (8, 128, 2048), (24, 128, 2048)])
 def test_weights_are_gathered_where_rows_outgrow_them(layers: int, batch: int, width: int) -> None:
     stack = Stack(layers, batch, 512, width)
@@ -115,12 +116,14 @@ def test_numbers_of_a_program_whose_weights_are_gathered() -> None:
 # Below, bytes are those of plans in which every op is placed after the one before it, for the least that it then takes.
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("width, nbytes", [(1024, 367_001_606), (2048, 0.9 * 1_337_982_982)])
 def test_weights_are_left_where_they_outgrow_rows(width: int, nbytes: float) -> None:
     """Gathered over dp they would be more than the rows of all groups."""
     assert Stack(8, 4, 512, width, mesh=TALL, fsdp=True).fd.bill().total <= nbytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows, nbytes", [(("dp", "tp", None), 635_437_063), (("dp", None, "tp"), 934_723_591)])
 def test_weights_are_gathered_where_rows_that_are_split_outgrow_them(rows: Rows, nbytes: int) -> None:
     """Rows are then gathered for weights, and sums scattered: as much as if rows were whole and sums reduced."""

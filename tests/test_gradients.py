@@ -16,7 +16,7 @@ from meshfuse.ops import OPS
 from meshfuse.ops.opdef import Call, Sample
 from meshfuse.ops.values import TensorType
 from meshfuse.testing.calls import define_call
-from op_harness import argument, make_call, operands_of, sample_ids
+from op_harness import argument, make_call, operands_of, sample_ids, splits
 
 # What is checked are numbers, whatever the plan.
 pytestmark = pytest.mark.usefixtures("over_whole_axes")
@@ -167,7 +167,7 @@ def test_gradients_of_an_op_are_the_same_however_an_operand_is_sharded(name: str
     call = make_call(OPS[name], sample)
     operands = _operands(name, call, sample)
     expected, _ = _gradients(name, sample, operands)
-    for operand, dim in [(i, d) for i, t in enumerate(call.types) for d, n in enumerate(t.shape) if n > 1]:
+    for operand, dim in splits(call):
 
         def annotate(fd: mf.FusionDefinition, tensors: list[Any], operand: int = operand, dim: int = dim) -> None:
             fd.mesh_split(tensors[operand], MESH, ["x" if d == dim else None for d in range(tensors[operand].ndim)])

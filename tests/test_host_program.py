@@ -375,7 +375,7 @@ def sends_first(program: HostProgram) -> HostProgram:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(definitions(min_ops=3, max_ops=8).flatmap(annotations), st.data())
 def test_no_instruction_of_any_program_is_idle(fd: mf.FusionDefinition, data: st.DataObject) -> None:
     """A Wait left out of any program, or an instruction that makes what is read later, is noticed."""
@@ -389,7 +389,7 @@ def test_no_instruction_of_any_program_is_idle(fd: mf.FusionDefinition, data: st
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(definitions(("shapes", "pointwise"), open_sizes=False).flatmap(annotations))
 def test_no_collective_is_issued_in_which_nothing_travels(fd: mf.FusionDefinition) -> None:
     """Such as for the parts of a fused dim that is split inside each of them."""

@@ -350,7 +350,7 @@ def test_whatever_is_dropped_the_numbers_are_right():
     """Nothing is read that was dropped, and what is made again is what it was."""
     more: list[int] = []
 
-    @settings(max_examples=25)
+    @settings(max_examples=13)
     @given(PROGRAMS)
     def check(fd: mf.FusionDefinition) -> None:
         plain = fd.compile(*shapes_for(fd)).resharded
@@ -371,7 +371,7 @@ def test_whatever_is_dropped_the_numbers_are_right():
 
 
 @pytest.mark.slow
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(PROGRAMS)
 def test_the_modelled_memory_is_that_of_the_program_that_runs(fd: mf.FusionDefinition):
     modelled = fd.memory(*shapes_for(fd)).peak
@@ -379,7 +379,7 @@ def test_the_modelled_memory_is_that_of_the_program_that_runs(fd: mf.FusionDefin
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
+@settings(max_examples=13)
 @given(PROGRAMS, st.sampled_from([0.0, 0.6, 0.8, 0.95]))
 def test_no_peak_gets_higher(fd: mf.FusionDefinition, part: float):
     resharded = fd.compile(*shapes_for(fd)).resharded

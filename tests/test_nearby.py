@@ -51,7 +51,7 @@ def compiled(fd: mf.FusionDefinition, shapes: Sequence[Sequence[int]] | None = N
 def test_random_programs_of_doubled_sizes_are_what_torch_computes() -> None:
     taken = []
 
-    @settings(max_examples=160)
+    @settings(max_examples=80)
     @given(definitions().flatmap(annotations))
     def check(fd: mf.FusionDefinition) -> None:
         if len(fd.recording.inputs) > len(fd.recording.input_tensors()) or not has_reference(fd):

@@ -15,11 +15,10 @@ from meshfuse.lowering.kernel_text import scalar_text
 from meshfuse.lowering.op_text import OpText
 from meshfuse.ops import OPS
 from meshfuse.ops.local import LocalCall
-from meshfuse.ops.opdef import Call
 from meshfuse.placement.factors import Placement
 from meshfuse.resharding import Compute
 from meshfuse.testing.calls import define_call
-from op_harness import make_call, operands_of, sample_ids, whole
+from op_harness import make_call, operands_of, sample_ids, splits, whole
 
 # What is checked are numbers, whatever the plan.
 pytestmark = pytest.mark.usefixtures("over_whole_axes")
@@ -46,10 +45,6 @@ def test_help_says_how_an_op_is_called() -> None:
     assert fd.ops.log_softmax.__doc__.splitlines()[0] == "log_softmax(x, dim=-1, dtype=None)"
 
 
-def _splits(call: Call) -> list[tuple[int, int]]:
-    return [(i, d) for i, t in enumerate(call.types) for d, n in enumerate(t.shape) if n > 1] or [(-1, 0)]
-
-
 @pytest.mark.parametrize(("name", "place"), RUNNABLE)
 def test_an_op_of_a_definition_is_right_however_an_operand_is_annotated(name: str, place: int) -> None:
     sample = OPS[name].samples()[place]
@@ -57,7 +52,7 @@ def test_an_op_of_a_definition_is_right_however_an_operand_is_annotated(name: st
     operands = operands_of(call, sample)
     random = name in references.RANDOM or bool(dict(sample.kwargs).get("dropout_p"))
     expected = None if random else whole(call, operands)
-    for operand, dim in _splits(call):
+    for operand, dim in splits(call) or [(-1, 0)]:
         fd, tensors = _define(name, place)
         if operand >= 0:
             fd.mesh_split(tensors[operand], MESH, ["x" if d == dim else None for d in range(tensors[operand].ndim)])

@@ -45,7 +45,7 @@ def test_any_cut_gives_the_same_numbers(program: str, ask: str, rows: int, ranks
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(definitions(min_ops=3, max_ops=10).flatmap(annotations), st.data())
 def test_any_tensor_of_any_program_may_be_cut(fd: mf.FusionDefinition, data: st.DataObject) -> None:
     made = [i for i, t in enumerate(fd.recording.tensors) if t.type.ndim]

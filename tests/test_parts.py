@@ -83,7 +83,7 @@ def is_followed(graph: Graph) -> bool:
 def test_random_programs_on_parts_are_the_programs() -> None:
     followed = []
 
-    @settings(max_examples=250 if settings.get_current_profile_name() == "ci" else settings().max_examples)
+    @settings(max_examples=125 if settings.get_current_profile_name() == "ci" else settings().max_examples)
     @given(definitions(), st.data())
     def check(fd: mf.FusionDefinition, data: st.DataObject) -> None:
         inputs, graph = inputs_for(fd), graph_of(fd)

@@ -80,7 +80,7 @@ def programs_picked_of(draw: st.DrawFn) -> mf.FusionDefinition:
 def test_random_programs_with_rows_picked_early_are_the_programs() -> None:
     changed = []
 
-    @settings(max_examples=200 if settings.get_current_profile_name() == "ci" else settings().max_examples)
+    @settings(max_examples=100 if settings.get_current_profile_name() == "ci" else settings().max_examples)
     @given(programs_picked_of())
     def check(fd: mf.FusionDefinition) -> None:
         graph = graph_of(fd)

@@ -94,6 +94,7 @@ def check_that_no_place_of_a_product_is_better(graph: Graph, *ops: str, axes: in
         assert other.moving > 0.95 * best.moving or not other.beats(best), (str(node), str(place), best, other)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("specs", [*HEADS, *PERCEPTRONS], ids=str)
 def test_no_annotation_of_one_tensor_makes_a_plan_notably_better(specs: list[Spec]) -> None:
     shapes = [[8, 512, 1024], [1024, 32768]] if len(specs) == 2 else [[8, 512, 1024], [1024, 4096], [4096, 1024]]

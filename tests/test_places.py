@@ -74,7 +74,7 @@ def put_together(spans: list[tuple[int, str]], place: tuple[mf.DeviceMesh, list[
     return fd
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(st.lists(SPAN, min_size=1, max_size=5), PLACES, DTYPES, st.booleans())
 def test_choices_are_what_is_put_together(spans, place, dtype, fill) -> None:
     """Whatever it costs: one row and several, whole and split, ends and the middle, rows that stand elsewhere."""

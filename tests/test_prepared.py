@@ -42,7 +42,7 @@ def run(halves: Halves, inputs: Sequence[Any], kept: Sequence[int]) -> list[torc
 
 @pytest.mark.slow
 @pytest.mark.fuzz
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(definitions(open_sizes=True).flatmap(annotations), st.integers(0, 99), st.booleans(), st.data())
 def test_random_programs_in_two_are_what_torch_computes(
     fd: mf.FusionDefinition, number: int, gathered: bool, data: Any

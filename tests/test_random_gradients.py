@@ -22,7 +22,7 @@ from test_random_programs import examples, families
 
 # Programs per family of ops: `make fuzz` draws other ones without end.
 PROGRAMS = {
-    "pointwise": 20, "reductions": 30, "products": 15, "shapes": 20, "lookups": 20, "complex": 20, "ops": 20, "all": 20,
+    "pointwise": 10, "reductions": 15, "products": 9, "shapes": 12, "lookups": 11, "complex": 11, "ops": 12, "all": 12,
 }  # fmt: skip
 
 

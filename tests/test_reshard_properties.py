@@ -100,7 +100,7 @@ def moved(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=135)
+@settings(max_examples=90)
 @given(st.data())
 def test_any_sharding_to_any_other_on_one_mesh(data: st.DataObject) -> None:
     mesh, shape = data.draw(meshes()), data.draw(SHAPES)
@@ -113,6 +113,7 @@ HALVES, THIRDS = (Split(2, "x"), Split(3, "x", 2)), (Split(3, "x"), Split(2, "x"
 LAYOUTS_OF_6 = [*((part,) for part in PARTS_OF_6), HALVES, HALVES[::-1], THIRDS, THIRDS[::-1]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("src", LAYOUTS_OF_6, ids=str)
 @pytest.mark.parametrize("dst", LAYOUTS_OF_6, ids=str)
 @pytest.mark.parametrize("places", [(0, 0), (0, 1)], ids=["in place", "to another dim"])
@@ -141,7 +142,7 @@ def test_terms_on_any_part_of_an_axis_to_a_sum_on_any_other(term: Split, dst: Sp
 
 
 @pytest.mark.slow
-@settings(max_examples=108)
+@settings(max_examples=72)
 @given(st.data())
 def test_any_sharding_to_any_other_on_a_mesh_of_other_ranks(data: st.DataObject) -> None:
     """Other ranks, some of the same, or the same ranks in another order."""
@@ -151,7 +152,7 @@ def test_any_sharding_to_any_other_on_a_mesh_of_other_ranks(data: st.DataObject)
 
 
 @pytest.mark.slow
-@settings(max_examples=108)
+@settings(max_examples=72)
 @given(st.data(), st.sampled_from(sorted(REDUCTIONS)))
 def test_any_partial_value_to_any_sharding(data: st.DataObject, reduce: str) -> None:
     """The reduction dim is split over some axes, kept dims over others, and the result wanted anywhere."""
@@ -169,7 +170,7 @@ def test_any_partial_value_to_any_sharding(data: st.DataObject, reduce: str) -> 
 
 
 @pytest.mark.slow
-@settings(max_examples=81)
+@settings(max_examples=54)
 @given(st.data())
 def test_a_reduction_forced_over_mesh_axes(data: st.DataObject) -> None:
     """nvFuser's DIDs on the reduction dim of the result: the terms of every rank are reduced."""
@@ -334,7 +335,7 @@ def unreduced_cases(draw: st.DrawFn) -> tuple[mf.DeviceMesh, tuple[int, ...], St
 
 
 @pytest.mark.slow
-@settings(max_examples=94)
+@settings(max_examples=63)
 @given(unreduced_cases())
 def test_a_plan_of_an_unreduced_tensor_costs_no_more_than_a_search_over_all_layouts_finds(
     case: tuple[mf.DeviceMesh, tuple[int, ...], State, frozenset[str], State],
@@ -395,7 +396,7 @@ def with_one_fast_axis(mesh: mf.DeviceMesh, fast: int) -> mf.DeviceMesh:
 
 
 @pytest.mark.slow
-@settings(max_examples=94)
+@settings(max_examples=63)
 @given(st.data(), st.lists(st.sampled_from([1024, 4096, 6144, 12288]), min_size=1, max_size=3).map(tuple))
 def test_a_large_tensor_takes_no_more_memory_on_its_way_than_at_its_ends(data: st.DataObject, shape: Any) -> None:
     mesh = with_one_fast_axis(data.draw(meshes(min_ranks=2)), data.draw(st.integers(0, 2)))
@@ -407,7 +408,7 @@ def test_a_large_tensor_takes_no_more_memory_on_its_way_than_at_its_ends(data: s
 
 
 @pytest.mark.slow
-@settings(max_examples=81)
+@settings(max_examples=54)
 @given(st.data())
 def test_any_sharding_to_any_other_with_no_room(data: st.DataObject) -> None:
     """The bound leaves a way to everywhere, sums included, and the numbers right."""
@@ -423,7 +424,7 @@ _LINKS = st.builds(mf.Link, st.sampled_from([25e9, 50e9, 450e9]), st.sampled_fro
 
 
 @pytest.mark.slow
-@settings(max_examples=108)
+@settings(max_examples=72)
 @given(st.data())
 def test_what_is_left_takes_no_less_than_the_bound_on_it(data: st.DataObject) -> None:
     """A search without a bound finds nothing cheaper: on links of any speed, of sums, blocks even or not. Paths that
@@ -460,7 +461,7 @@ def plan_is_that_of_its_sizes(src: Sharding, dst: Sharding, shape: tuple[int, ..
 
 
 @pytest.mark.slow
-@settings(max_examples=81)
+@settings(max_examples=54)
 @given(st.data())
 def test_sizes_that_stand_for_others_have_their_plan(data: st.DataObject) -> None:
     mesh = data.draw(meshes(min_ranks=2))

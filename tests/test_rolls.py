@@ -70,6 +70,7 @@ def test_rolls_of_one_tensor_move_its_rows_once(amounts: tuple[int, ...]) -> Non
     assert moved_rows(amounts, backward=True) == 2 * furthest
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("shift", [1, 3, 6, 7])
 @pytest.mark.parametrize("n", [64, 61])

@@ -82,7 +82,7 @@ def turned(fd: mf.FusionDefinition, x: mf.TensorView) -> mf.TensorView:
     return fd.ops.permute(x, [1, -2])
 
 
-@settings(max_examples=24)
+@settings(max_examples=14)
 @given(
     st.tuples(st.integers(1, 17), st.integers(1, 9)), st.sampled_from([(ROWS, ["x", None]), (BOTH, ["x", "y"])]),
     TAPS, STEPS, st.integers(1, 2), st.booleans(), st.frozensets(st.integers(0, 3)), st.frozensets(st.integers(0, 2)),

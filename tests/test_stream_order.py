@@ -86,7 +86,7 @@ def test_programs_need_no_order_but_their_events(name: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(definitions(min_ops=3, max_ops=10).flatmap(annotations))
 def test_random_programs_need_no_order_but_their_events(fd: mf.FusionDefinition) -> None:
     fd.simulate(inputs_for(fd), check_streams=True)

@@ -21,7 +21,7 @@ from user_ops import DOUBLE, USERS, scaled_product
 @pytest.mark.slow
 @pytest.mark.parametrize("op", USERS, ids=lambda op: op.name)
 def test_ops_made_of_a_torch_function_are_right(op: mf.OpDef) -> None:
-    check_op(op, max_examples=30)
+    check_op(op, max_examples=12)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_users_op_of_empty_tensors_is_right(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("registered")
-@settings(max_examples=25)
+@settings(max_examples=13)
 @given(definitions(ops=USERS, families=["shapes"], max_ops=6).flatmap(annotations))
 def test_random_programs_of_users_ops(fd: mf.FusionDefinition) -> None:
     assert_same_as_unsharded(fd, inputs_for(fd))

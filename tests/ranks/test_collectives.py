@@ -109,6 +109,7 @@ def on_rank_by_the_host(function: str, dtype: torch.dtype, devices: list[str]) -
 
 
 # Two ranks of four on one device are enough for NCCL to refuse.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("devices", [["a", "a", "a", "a"], ["a", "b", "c", "a"]], ids="".join)
 @pytest.mark.parametrize("function", ["on_rank_all_reduce", "on_rank_reduce_scatter", "on_rank_move"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64], ids=str)

@@ -62,11 +62,13 @@ def test_one_rank(rank1: RankPool, scenario: str) -> None:
     run(rank1, scenario)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scenario", scenarios())
 def test_two_ranks(ranks2: RankPool, scenario: str) -> None:
     run(ranks2, scenario)
 
 
+@pytest.mark.sampled(2, 1)  # those that are not in the sample for two ranks
 @pytest.mark.parametrize("scenario", scenarios())
 def test_four_ranks(ranks4: RankPool, scenario: str) -> None:
     run(ranks4, scenario)

@@ -151,6 +151,7 @@ def on_rank_reshard(shape: tuple[int, int], after_sum: bool) -> list[str]:
     return wrong
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("after_sum", [False, True])
 @pytest.mark.parametrize("shape", [(12, 8), (5, 3)])
 def test_reshard_between_all_pairs_of_layouts(ranks4, shape, after_sum):

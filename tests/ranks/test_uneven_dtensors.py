@@ -75,6 +75,7 @@ def on_rank_uneven(placements: tuple[Any, ...], annotated: bool) -> list[str]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("annotated", [False, True])
 @pytest.mark.parametrize("placements", [*filter(in_reach, itertools.product(ROWS, ROWS))], ids=str)
 def test_uneven_rows_come_in_and_go_out_as_torch_cuts_them(ranks4, placements, annotated: bool) -> None:
