@@ -67,9 +67,11 @@ class ByHand(nn.Module):
 
     def __init__(self, whole: Layer, rank: int, ranks: int) -> None:
         super().__init__()
-        experts, self.ranks, self.mine = whole.block.experts, ranks, EXPERTS // ranks
+        experts: Any = whole.block.experts
+        self.ranks, self.mine = ranks, EXPERTS // ranks
         part = slice(rank * self.mine, (rank + 1) * self.mine)
-        self.gate = nn.Parameter(whole.block.gate.weight.detach().clone())
+        router: Any = whole.block.gate.weight
+        self.gate = nn.Parameter(router.detach().clone())
         self.up = nn.Parameter(experts.gate_up_proj.detach()[part].clone())
         self.down = nn.Parameter(experts.down_proj.detach()[part].clone())
 
