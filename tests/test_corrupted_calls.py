@@ -45,8 +45,9 @@ def corrupted(sample: Sample, place: int | str, value: Any) -> Sample:
 
 
 def calls(name: str, step: int = 2) -> Iterator[Sample]:
-    """The first sample with each of its arguments, and each optional one, replaced by one in `step` of the wrong values:
-    by others for the next argument, and for the next op.
+    """The first sample with each of its arguments, and each optional one, replaced by one in `step` wrong values.
+
+    By others for the next argument, and for the next op.
     """
     op = OPS[name]
     sample = op.samples()[0]
