@@ -254,8 +254,7 @@ class JointWriter:
             spec = self._spec(source, view.ndim)
             self._annotate(made.fd, view, spec)
             made.sharded.update({node} & self.sharded.keys())
-            if source.kind == "parameter" and self.setting.plan.stays(spec):
-                annotating.keep_stationary(made.fd.recording, view.id, self.setting.plan.stays(spec), self.setting.line)
+            self._keep(made.fd, view, source, spec)
             if kept is not None and kept != node.meta["val"].dtype:
                 made.fd.at = replace(made.fd.recording.tensors[view.id].line, name=f"{name}.cast")
                 cast = made.fd.ops.cast(view, from_torch(node.meta["val"].dtype))
@@ -306,8 +305,13 @@ class JointWriter:
         made.fd.at = self.setting.named(f"{source.name}.gathered")
         whole = made.values[node] = made.fd.ops.set(made.values[node])
         self._annotate(made.fd, whole, spec)
-        if self.setting.plan.stays(spec):
-            annotating.keep_stationary(made.fd.recording, whole.id, self.setting.plan.stays(spec), self.setting.line)
+        self._keep(made.fd, whole, source, spec)
+
+    def _keep(self, fd: TracedDefinition, view: TensorView, source: Source, spec: Spec | None) -> None:
+        """Have a parameter stay where the plan has it stay."""
+        axes = self.setting.plan.stays(source.name, spec) if source.kind == "parameter" else []
+        if axes:
+            annotating.keep_stationary(fd.recording, view.id, axes, self.setting.line)
 
     def _name(self, source: Source) -> str:
         """What bills call an input or output."""

@@ -74,16 +74,23 @@ class ModulePlan:
 
     def gathered(self, name: str) -> Spec | None:
         """How a parameter lies for its use; None where it is not cut over the axes of fsdp."""
-        spec = self.parameters.get(name)
-        cut = spec is not None and self.fsdp and not set(self.fsdp).isdisjoint(axes_in([spec]))
-        return without_axes(spec, self.fsdp) if cut else None
+        spec, over = self.parameters.get(name), self._gathered_over(name)
+        cut = spec is not None and over and not set(over).isdisjoint(axes_in([spec]))
+        return without_axes(spec, over) if cut else None
 
-    def stays(self, spec: Spec | None) -> list[str]:
-        """The axes along which a parameter of this spec stays, and ops come to it: all but those of fsdp."""
+    def _gathered_over(self, name: str) -> tuple[str, ...]:
+        """The axes over which a parameter is gathered: those of fsdp, but for experts the ones that they lie over."""
+        if name.rpartition(".")[0] not in self.experts:
+            return self.fsdp
+        lies = axes_in(self.parameters[name][:1])
+        return tuple([axis for axis in self.fsdp if axis not in lies])
+
+    def stays(self, name: str, spec: Spec | None) -> list[str]:
+        """The axes along which a parameter of this spec stays, and ops come to it: all that it is not gathered over."""
         if self.is_free:
             return []
-        named = axes_in(spec or ())
-        return [axis for axis in self.mesh.names if axis in named and axis not in self.fsdp]
+        named, over = axes_in(spec or ()), self._gathered_over(name)
+        return [axis for axis in self.mesh.names if axis in named and axis not in over]
 
     def spec(self, name: str, ndim: int) -> Spec:
         """The spec of a parameter; whole on every rank if the plan says nothing of it."""

@@ -55,6 +55,13 @@ def test_models_and_meshes(name: str, mesh: mf.DeviceMesh, batch: Any, more: Any
     compare(name, mesh, batch, **more)
 
 
+@pytest.mark.models
+def test_fully_sharded_models_gather_no_experts_over_the_axis_that_these_lie_over() -> None:
+    model = compare("mixtral", mesh(ep=2), ["ep", None], fsdp="ep")
+    gathered = [e.tensor for e in model.bill().entries if ".gathered" in e.tensor]
+    assert any("q_proj" in name for name in gathered) and not any(".experts." in name for name in gathered)
+
+
 def test_what_is_wrong_with_experts_is_said() -> None:
     model = zoo.MODELS["mixtral"]().model
     two = mesh(ep=2)
