@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import meshfuse as mf
 import meshfuse.programs as module
-from meshfuse import DataType, ParallelType
+from meshfuse import DataType, ParallelType, TensorType
 from meshfuse.sharding.layout import Split
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
 
@@ -282,7 +282,7 @@ def test_an_allocation_domain_keeps_an_annotation() -> None:
 def test_define_tensor_in_both_forms_and_from_pytorch() -> None:
     fd = mf.FusionDefinition()
     plain = fd.define_tensor(shape=[-1, 8, 1], contiguity=[True, True, None], dtype=DataType.Half, is_cpu=False)
-    assert plain.type == ((-1, 8, 1), DataType.Half)
+    assert plain.type == TensorType((-1, 8, 1), DataType.Half)
     by_sizes = fd.define_tensor(sizes=[5, 8, 1], strides=[8, 1, 1], dtype=DataType.Float)
     assert by_sizes.type.shape == (-1, -1, 1) and fd.recording.tensors[by_sizes.id].stride_order is None
     transposed = fd.define_tensor([4, 8], [1, 4])
@@ -290,7 +290,7 @@ def test_define_tensor_in_both_forms_and_from_pytorch() -> None:
     static = fd.define_tensor(sizes=[4, 8], strides=[8, 1], static_sizes=True)
     assert static.type.shape == (4, 8)
     example = fd.from_pytorch(torch.zeros(3, 1, 5, dtype=torch.bfloat16).transpose(0, 2))
-    assert example.type == ((-1, 1, -1), DataType.BFloat16)
+    assert example.type == TensorType((-1, 1, -1), DataType.BFloat16)
     assert fd.recording.tensors[example.id].stride_order == (0, 2, 1)
     assert fd.from_pytorch(torch.zeros(3, 5), static_sizes=True).type.shape == (3, 5)
 

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 import meshfuse as mf
 from copy_programs import COLUMNS, LINE, MOVED, ROWS, WHOLE, copies
-from meshfuse import host_ir as lower
 from meshfuse.compiler import CompiledProgram
 from meshfuse.executor.simulate import Simulation
 from meshfuse.host_ir import HostProgram, lower_to_host_ir, verify, verify_together
+from meshfuse.lowering import rank_lowering as lower
 from meshfuse.lowering.fusable_copies import Fusible
 from meshfuse.lowering.fuse_copies import fuse_copies
 from meshfuse.lowering.instructions import (

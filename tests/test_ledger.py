@@ -18,9 +18,9 @@ from ledger import book
 from ledger.drawn import COUNT, drawn
 from ledger.facts import Entry, entry_of
 from ledger.known_programs import LONG, all_programs, random_name
-from meshfuse import host_ir as lower
 from meshfuse.compiler import CompiledProgram
 from meshfuse.host_ir import HostProgram
+from meshfuse.lowering import rank_lowering as lower
 from meshfuse.lowering.instructions import Instruction, Kernel
 
 pytestmark = pytest.mark.slow

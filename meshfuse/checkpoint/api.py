@@ -50,12 +50,13 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, timeout: flo
     RankError where ranks fail or pass different things.
     """
     team = _Team(World.current(), timeout, "save")
-    with located(caller_line()), team.lock, torch.device("cpu"), saying(f"saving {path}"):
+    with located(caller_line()), team.lock, torch.device("cpu"):
         folder = _folder(path)
-        entries, values = team.each("reading what to save", lambda: _read_state(state))
-        shards = _compared(team, entries, values)
-        dtypes = _dtypes(team, entries)
-        _save(team, folder, shards, dtypes, values)
+        with saying(f"saving {folder}"):
+            entries, values = team.each("reading what to save", lambda: _read_state(state))
+            shards = _compared(team, entries, values)
+            dtypes = _dtypes(team, entries)
+            _save(team, folder, shards, dtypes, values)
 
 
 def load(
@@ -77,15 +78,16 @@ def load(
     another dtype or shape, or two names have other values in the same memory, and RankError where ranks fail.
     """
     team = _Team(World.current(), timeout, "load")
-    with located(caller_line()), team.lock, torch.device("cpu"), saying(f"loading {path}"):
+    with located(caller_line()), team.lock, torch.device("cpu"):
         home = _folder(path)
         if not isinstance(wanted, (Mapping, type(None))):
             raise user_error("load: what is wanted", shown(wanted), "a dict by name, or None for all",
                              'Pass {"w": None} for the whole tensor "w".', cls=ArgumentError)  # fmt: skip
-        for last in (*[False] * _OVERTAKEN, True):
-            found = _load(team, home, wanted, last)
-            if found is not None:
-                return found
+        with saying(f"loading {home}"):
+            for last in (*[False] * _OVERTAKEN, True):
+                found = _load(team, home, wanted, last)
+                if found is not None:
+                    return found
     raise AssertionError("the last attempt raises")
 
 
