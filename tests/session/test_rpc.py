@@ -22,6 +22,7 @@ import torch
 import meshfuse.session as di
 from meshfuse.errors import ArgumentError
 from meshfuse.session import autograd, optim, rpc
+from meshfuse.session.rpc.contexts import Contexts
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -264,6 +265,17 @@ def test_a_reference_runs_the_backward_pass() -> None:
         loss = rpc.remote("worker2", lambda t: (t * 5).sum(), (x,))
         loss.backward(context)
         assert torch.equal(autograd.get_gradients(context)[x], torch.full((3,), 5.0))
+
+
+def test_a_call_that_goes_on_after_its_context_has_ended_leaves_nothing() -> None:
+    contexts = Contexts(0)
+    number = contexts.begin().number
+    contexts.enter(None)
+    contexts.end(number)
+    contexts.enter(number)
+    assert contexts.current() is not None and contexts.count() == 0
+    contexts.enter(None)
+    assert contexts.begin().number != number and contexts.count() == 1
 
 
 class _Fails(torch.autograd.Function):

@@ -20,6 +20,7 @@ from ..pickling import Tracked
 
 Message = tuple[int, int]  # (rank of the sender, its number there)
 Edges = dict[Message, tuple[Message, ...]]
+_REMEMBERED = 4096  # So many of the contexts that have ended are known to have ended.
 _RANK_BITS = 48  # The bits of a context's number above these are the rank that began it.
 
 
@@ -63,6 +64,7 @@ class Contexts:
     def __init__(self, rank: int):
         self._rank, self._numbers, self._messages = rank, itertools.count(1), itertools.count(1)
         self._all: dict[int, Context] = {}
+        self._ended: dict[int, None] = {}  # the latest ones, oldest first
         self._current = _Current()
         self._lock = threading.Lock()
 
@@ -86,9 +88,12 @@ class Contexts:
         return before
 
     def get_or_make(self, number: int) -> Context:
-        """The context of that number."""
+        """The context of that number; of one that has ended one that nothing remembers.
+
+        A call that belongs to a context may go on here after that has ended where it began.
+        """
         with self._lock:
-            return self._all.setdefault(number, Context(number))
+            return Context(number) if number in self._ended else self._all.setdefault(number, Context(number))
 
     def get(self, number: Any) -> Context:
         """The context of that number. ArgumentError where it has ended, or never was."""
@@ -104,6 +109,9 @@ class Contexts:
     def end(self, number: int) -> Context | None:
         """Forget a context."""
         with self._lock:
+            self._ended[number] = None
+            if len(self._ended) > _REMEMBERED:
+                del self._ended[next(iter(self._ended))]
             return self._all.pop(number, None)
 
     def count(self) -> int:
