@@ -49,7 +49,7 @@ class FakeLauncher:
 
     def _check(self, part: NativePart, arguments: list[Any]) -> None:
         tensors, inputs = arguments[: len(part.kernel.inputs)], part.kernel.inputs
-        assert [(tuple(t.shape), from_torch(t.dtype)) for t in tensors] == [tuple(t) for t in inputs]
+        assert [(tuple(t.shape), from_torch(t.dtype)) for t in tensors] == [t[:2] for t in inputs]
         numbers = arguments[len(inputs) :]
         assert len(numbers) == len(part.kernel.scalars) and all(isinstance(n, (int, float, complex)) for n in numbers)
         for (order, contiguity), tensor in zip(native_layouts(part), tensors, strict=True):

@@ -215,7 +215,7 @@ def test_what_is_torchs_is_cut_out(monkeypatch: pytest.MonkeyPatch) -> None:
     taken, given = launched[0, segment.name]
     first, last = (build_segment(compiled.segmented, part.segment, 0) for part in (before, after))
     assert [tuple(t) for t in first.inputs] == types(taken)
-    assert [tuple(t) for t in last.outputs] == types(given)
+    assert [t[:2] for t in last.outputs] == types(given)
     assert set(after.segment.inputs) <= {*segment.inputs, *before.segment.outputs, *random.segment.outputs}
 
 
