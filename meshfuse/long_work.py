@@ -37,24 +37,39 @@ def saying(what: str) -> Iterator[None]:
 def _tell(what: str, done: threading.Event, begin: float) -> None:
     if done.wait(_AFTER) and time.monotonic() - begin < _AFTER:
         return
-    if _is_terminal():
+    if is_terminal():
         _on_terminal(what, done, begin)
         return
     _write(f"meshfuse: {what} ...\n")
 
 
 def _on_terminal(what: str, done: threading.Event, begin: float) -> None:
-    shown = 0
+    line = Line()
     while not done.wait(_EVERY):
-        line = f"meshfuse: {what}, {time.monotonic() - begin:.0f} s"
-        _write(f"\r{line.ljust(shown)}")
-        shown = len(line)
-    if shown:
-        _write(f"\r{' ' * shown}\r")
+        line.show(f"meshfuse: {what}, {time.monotonic() - begin:.0f} s")
+    line.wipe()
 
 
-def _is_terminal() -> bool:
-    with suppress(OSError, ValueError):
+class Line:
+    """A line of stderr's terminal that is written again and again, and wiped out at its end."""
+
+    def __init__(self) -> None:
+        self._shown = 0
+
+    def show(self, text: str) -> None:
+        """Write the text in the place of the one before."""
+        _write(f"\r{text.ljust(self._shown)}")
+        self._shown = len(text)
+
+    def wipe(self) -> None:
+        """Leave an empty line."""
+        if self._shown:
+            _write(f"\r{' ' * self._shown}\r")
+
+
+def is_terminal() -> bool:
+    """Whether stderr is a terminal."""
+    with suppress(OSError, ValueError, AttributeError):
         return sys.stderr.isatty()
     return False
 

@@ -127,16 +127,19 @@ class ReshardedDefinition:
     @property
     def collectives(self) -> tuple[Reshard, ...]:
         """The reshards that send something, in order."""
-        return tuple(s for s in self.reshards if travels(s.step, self.graph.shape(self.values[s.source].tensor)))
+        return tuple([s for s in self.sends if isinstance(s, Reshard)])
 
     @property
     def sends(self) -> tuple[Statement, ...]:
         """All statements in which ranks send something, in order: collectives, and ops that exchange rows."""
-        collectives = set(map(id, self.collectives))
-        return tuple([
-            s for s in self.statements
-            if (bool(s.placement.exchange) if isinstance(s, Compute) else id(s) in collectives)
-        ])  # fmt: skip
+        return tuple(filter(self._sends, self.statements))
+
+    def _sends(self, statement: Statement) -> bool:
+        if isinstance(statement, Compute):
+            return bool(statement.placement.exchange)
+        if statement.step.kind is StepKind.SLICE:
+            return False
+        return travels(statement.step, self.graph.shape(self.values[statement.source].tensor))
 
     def read(self) -> set[int]:
         """The values that a statement reads or the program returns."""

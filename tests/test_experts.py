@@ -125,8 +125,8 @@ def test_an_expert_that_does_not_exist_is_an_error() -> None:
         layer(*CASES["tokens and experts"]).simulate([x, chosen, *rest])
 
 
-def _rows(fd: mf.FusionDefinition) -> Sequence[Any]:
-    x, chosen = fd.define_tensor([8, 4]), fd.define_tensor([8, 2], dtype=torch.int64)
+def _rows(fd: mf.FusionDefinition, width: int = 4) -> Sequence[Any]:
+    x, chosen = fd.define_tensor([8, width]), fd.define_tensor([8, 2], dtype=torch.int64)
     return fd.ops.moe_dispatch(x, chosen, 4)
 
 
@@ -146,18 +146,13 @@ def test_what_rows_cannot_do_is_said() -> None:
          "the numbers of tokens"),
         (lambda: fd.ops.moe_dispatch(fd.define_tensor([8, 4]), fd.define_tensor([8, 2], dtype=torch.int64), 0),
          "num_experts"),
-        (lambda: fd.ops.moe_swiglu(_rows_of(fd, 3)), "moe_swiglu: rows"),
-        (lambda: fd.ops.add(rows, _rows_of(fd, 4)), "add: rows that follow several choices of experts"),
+        (lambda: fd.ops.moe_swiglu(_rows(fd, 3)[0]), "moe_swiglu: rows"),
+        (lambda: fd.ops.add(rows, _rows(fd)[0]), "add: rows that follow several choices of experts"),
         (lambda: fd.ops.moe_collect(rows, fd.define_tensor([8, 2], dtype=torch.int64)), "moe_collect: rows that"),
     ]  # fmt: skip
     for call, text in cases:
         with pytest.raises(mf.DefinitionError, match=text):
             call()
-
-
-def _rows_of(fd: mf.FusionDefinition, width: int) -> Any:
-    x, chosen = fd.define_tensor([8, width]), fd.define_tensor([8, 2], dtype=torch.int64)
-    return fd.ops.moe_dispatch(x, chosen, 4)[0]
 
 
 def test_gates_of_rows_are_torchs() -> None:

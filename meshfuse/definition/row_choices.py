@@ -5,8 +5,6 @@ from __future__ import annotations
 from ..errors import user_error
 from .recording import Recording
 
-_CHOICE = 1  # The operand of an exchange that says which experts tokens go to.
-
 
 def check_rows(recording: Recording) -> None:
     """Raises DefinitionError where the last op reads rows of several choices, or brings rows back by another one."""
@@ -16,7 +14,7 @@ def check_rows(recording: Recording) -> None:
         return
     found = dict.fromkeys(_choice(recording, i) for i in ragged)
     if op.exchange is not None and op.exchange.kind == "collect":
-        found[inputs[_CHOICE]] = None
+        found[inputs[op.exchange.choice]] = None
     known = [i for i in found if i is not None]
     if len(known) > 1:
         names = ", ".join(recording.tensors[i].label for i in known)
@@ -31,5 +29,5 @@ def _choice(recording: Recording, tensor: int) -> int | None:
         if node is None:
             return None
         if node.op.exchange is not None:
-            return node.inputs[_CHOICE]
+            return node.inputs[node.op.exchange.choice]
         tensor = next(i for i in node.inputs if recording.tensors[i].type.rows)

@@ -153,7 +153,7 @@ def _spread(setting: Setting, shapes: list[list[int]], options: Any, cut: Collec
 
 def _axes_of_use(setting: Setting, name: str) -> set[str]:
     """The axes over which a parameter is cut where it is used."""
-    return axes_in(without_axes(setting.plan.parameters.get(name, ()), setting.plan.fsdp))
+    return axes_in(setting.plan.gathered(name) or setting.plan.parameters.get(name, ()))
 
 
 def _weights(query: Node, names: Mapping[Node, str]) -> set[str]:

@@ -28,8 +28,11 @@ def in_stride_order(x: torch.Tensor, order: list[int]) -> torch.Tensor:
 ROWS = "meshfuse_rows"
 
 
-def stand_in(rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor of this shape that takes no memory, and carries the rows of a ragged one out of a program."""
+def stand_in(rows: torch.Tensor, shape: Sequence[int], carried: Any = None) -> torch.Tensor:
+    """A tensor of this shape that takes no memory, and carries the rows of a ragged one out of a program.
+
+    carried: what it carries in their place.
+    """
     out = rows.new_zeros(()).expand(tuple(shape))
-    setattr(out, ROWS, rows)
+    setattr(out, ROWS, rows if carried is None else carried)
     return out

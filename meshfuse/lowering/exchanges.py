@@ -7,13 +7,16 @@ from dataclasses import dataclass
 
 from ..graph import Node
 from ..ops.values import TensorType
-from ..placement.exchanges import exchange_wire
+from ..placement.exchanges import exchange_wire, rows_of
 from ..placement.factors import Placement
 from ..reshard.steps import axis_keys
 from ..sharding import layout as lay
 from ..sharding.value import Sharding
 from .instructions import Collective, Communication, Instruction, Kernel, Launch, Wait
 from .kernel_text import origin
+
+# Rows to send, room for those that come, elements to each rank and from each.
+_PARTS = ("sent", "room", "went", "came")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,30 +40,25 @@ class ExchangeContext:
         return self.placement.results[0].mesh.group(self.rank, axis_keys(self.placement.exchange))
 
     @property
-    def ragged(self) -> tuple[Sharding, TensorType]:
-        """The rows."""
-        return next(pair for pair in self._tensors() if pair[1].rows)
-
-    @property
-    def choice(self) -> tuple[Sharding, TensorType]:
-        """The experts of the group's tokens."""
-        return self.placement.operands[1], self.node.call.types[1]
-
-    @property
     def tokens(self) -> tuple[Sharding, TensorType]:
-        """What this rank's tokens have, before or after."""
-        return next(pair for pair in self._tensors() if not pair[1].rows)
-
-    def _tensors(self) -> list[tuple[Sharding, TensorType]]:
+        """What this rank's tokens have: the first operand before a dispatch, the result of a collect."""
         call, placed = self.node.call, self.placement
-        return [*zip(placed.results, call.results, strict=True), *zip(placed.operands[:1], call.types[:1], strict=True)]
+        if not call.types[0].rows:
+            return placed.operands[0], call.types[0]
+        return placed.results[0], call.results[0]
+
+    def buffers(self, *parts: str) -> list[str]:
+        """Names of buffers of this exchange."""
+        return [f"{self.results[0]}_{part}" for part in parts]
 
     def text(self) -> str:
         """The arguments that say where everything is: by rank its tokens and experts, this rank, all experts."""
-        sharding, ttype = self.tokens
-        whole = self.choice[0].runs(self.choice[1].shape, self.rank)[0]
+        call, (sharding, ttype) = self.node.call, self.tokens
+        assert call.op.exchange is not None
+        choice = call.op.exchange.choice
+        whole = self.placement.operands[choice].runs(call.types[choice].shape, self.rank)[0]
         tokens = [lay.positions(sharding.runs(ttype.shape, rank)[0], whole) for rank in self.group]
-        ragged, rows = self.ragged
+        ragged, rows = rows_of(call, self.placement)
         members = [[i for a, b in ragged.runs(rows.shape, rank)[0] for i in range(a, b)] for rank in self.group]
         return f"{tokens}, {members}, {self.group.index(self.rank)}, {rows.shape[0]}"
 
@@ -76,7 +74,8 @@ class ExchangeContext:
         wire, why = exchange_wire(self.node.call, self.placement), f"rows of {self.node.name}"
         about = Communication("exchange", axes, self.tensor, wire, why, self.node.line, f"exchange over {axes}")
         text = f"all_to_all({room}.view(-1), {sent}.view(-1), {came}.tolist(), {went}.tolist())"
-        payload, work = (0, self.ragged[1].dtype.value), f"w{self.results[0]}"
+        dtype = rows_of(self.node.call, self.placement)[1].dtype
+        payload, work = (0, dtype.value), f"w{self.results[0]}"
         call = Collective(work, self.group, "all_to_all", (sent, went, came), (room,), text, about, payload)
         return [call, Wait(work)]
 
@@ -88,8 +87,7 @@ def lower_exchange(c: ExchangeContext) -> list[Instruction]:
 
 
 def _dispatched(c: ExchangeContext) -> list[Instruction]:
-    buffers = [f"{c.results[0]}_{part}" for part in ("sent", "room", "went", "came")]
-    order, place = (f"{c.results[0]}_{part}" for part in ("order", "place"))
+    buffers, (order, place) = c.buffers(*_PARTS), c.buffers("order", "place")
     arrived = [buffers[1], order, place]
     return [
         c.launch("send", f"K.moe_send({', '.join(c.operands)}, {c.text()})", c.operands, [*buffers, order, place]),
@@ -99,8 +97,7 @@ def _dispatched(c: ExchangeContext) -> list[Instruction]:
 
 
 def _collected(c: ExchangeContext) -> list[Instruction]:
-    buffers = [f"{c.results[0]}_{part}" for part in ("sent", "room", "went", "came")]
-    pairs, (sharding, ttype) = f"{c.results[0]}_pairs", c.tokens
+    buffers, (pairs,), (sharding, ttype) = c.buffers(*_PARTS), c.buffers("pairs"), c.tokens
     tokens, slots = sharding.local_shape(ttype.shape, c.rank)[:2]
     back = f"K.moe_returned({buffers[1]}, {pairs}, {tokens}, {slots})"
     return [

@@ -231,14 +231,14 @@ OPS = (
     OpDef(
         "moe_dispatch", (*_tensors("x", "experts"), Param("num_experts", K.INT)), _dispatch_infer, _dispatch_rule,
         _dispatch_emit, flops=flops_of_lookup, samples=_sample(_TOKENS_IN, _CHOICE, _N), nvfuser=_NOT_NATIVE,
-        on_rows=True, vjp=each(x=_dispatch_vjp), exchange=Exchange(_TOKENS, _EXPERTS, "dispatch"),
+        on_rows=True, vjp=each(x=_dispatch_vjp), exchange=Exchange(_TOKENS, _EXPERTS, "dispatch", choice=1),
         about="(rows, expert): the rows of tokens at the experts, [tokens, slots], that they go to; x is "
         "[tokens, width], or [tokens, slots, width] with a row for every slot",
     ),
     OpDef(
         "moe_collect", _tensors("rows", "experts"), _collect_infer, _collect_rule, _collect_emit,
         Partial.FIRST, flops_of_lookup, _sample(_rows(4), _CHOICE), nvfuser=_NOT_NATIVE, on_rows=True,
-        vjp=each(rows=_collect_vjp), exchange=Exchange(_TOKENS, _EXPERTS, "collect"),
+        vjp=each(rows=_collect_vjp), exchange=Exchange(_TOKENS, _EXPERTS, "collect", choice=1),
         about="[tokens, slots, width]: rows of experts back at their tokens",
     ),
     OpDef(

@@ -251,11 +251,13 @@ class Exchange(NamedTuple):
     An axis may cut both: ranks then have some tokens and some experts, and send rows to each other.
 
     kind: "dispatch" brings rows of tokens to experts, "collect" rows of experts back to tokens.
+    choice: the place of the operand that says which experts tokens go to, which is known to all ranks of a group.
     """
 
     tokens: int
     experts: int
     kind: Literal["dispatch", "collect"]
+    choice: int
 
 
 def _elementwise_flops(call: Call) -> float:

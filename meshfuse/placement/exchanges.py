@@ -17,18 +17,17 @@ from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding
 from .factors import Layouts, Placement, tensor_layouts
 
-_CHOICE = 1  # The operand that says which experts tokens go to, which is known to all ranks of a group.
-
 
 def exchange_placements(call: Call, rule: Rule, placement: Placement) -> Iterator[Placement]:
     """The ways to have axes that cut the tokens of a placement cut the experts as well; first none of them.
 
     Such ranks have all rows of some experts: those of the tokens of all of them.
     """
+    assert call.op.exchange is not None
     yield placement
     for axes, layouts in exchanged(call, rule, placement.layouts):
         operands = [
-            _placed(rule, factors, t.shape, layouts, s) if t.rows or place == _CHOICE else s
+            _placed(rule, factors, t.shape, layouts, s) if t.rows or place == call.op.exchange.choice else s
             for place, (factors, t, s) in enumerate(zip(rule.operands, call.types, placement.operands, strict=True))
         ]
         results = [
@@ -43,7 +42,7 @@ def exchange_placements(call: Call, rule: Rule, placement: Placement) -> Iterato
 def exchanged(call: Call, rule: Rule, layouts: Layouts) -> Iterator[tuple[tuple[Split, ...], Layouts]]:
     """By axes that cut tokens the layouts of an op's factors, with these on the experts in their place."""
     assert call.op.exchange is not None
-    tokens, experts, _ = call.op.exchange
+    tokens, experts = call.op.exchange[:2]
     count = rule.factors[experts].size
     for axes in _subsets(lay.axes(layouts[tokens])):
         cut = lay.canonical((*layouts[experts], *axes), count)
@@ -68,8 +67,6 @@ def _placed(
 
 def exchange_seconds(call: Call, placement: Placement) -> float:
     """Modelled seconds in which rows go between tokens and experts, if every expert gets as many."""
-    if not placement.exchange:
-        return 0.0
     n, link = group_size(placement.exchange), link_over(placement.results[0].mesh, placement.exchange)
     return costs.all_to_all(link, n, _exchanged_bytes(call, placement)) + A2A_SECONDS
 
@@ -81,7 +78,12 @@ def exchange_wire(call: Call, placement: Placement) -> float:
 
 def _exchanged_bytes(call: Call, placement: Placement) -> float:
     """The bytes of the rows of one rank, those of its own experts among them, if every expert gets as many."""
+    sharding, ttype = rows_of(call, placement)
+    return ttype.nbytes / group_size(sharding.splits)
+
+
+def rows_of(call: Call, placement: Placement) -> tuple[Sharding, TensorType]:
+    """The rows that an exchange brings to experts, or takes from there."""
     types: Sequence[TensorType] = (*call.results, *call.types)
     pairs = zip((*placement.results, *placement.operands), types, strict=True)
-    sharding, ttype = next((s, t) for s, t in pairs if t.rows)
-    return ttype.nbytes / group_size(sharding.splits)
+    return next((s, t) for s, t in pairs if t.rows)

@@ -60,14 +60,14 @@ def wire_bytes(graph: Graph, tensor: int, step: Step) -> float:
 def total(resharded: ReshardedDefinition) -> Total:
     """The bytes and seconds of all collectives of a plan."""
     wire, seconds = 0.0, 0.0
-    for reshard in resharded.collectives:
-        wire += wire_bytes(resharded.graph, resharded.values[reshard.source].tensor, reshard.step)
-        seconds += resharded.seconds(reshard)
     for found in resharded.sends:
         if isinstance(found, Compute):
             call = resharded.graph.nodes[found.node].call
             wire += exchange_wire(call, found.placement)
             seconds += exchange_seconds(call, found.placement)
+        else:
+            wire += wire_bytes(resharded.graph, resharded.values[found.source].tensor, found.step)
+            seconds += resharded.seconds(found)
     return Total(wire, seconds)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..kernels.indices import global_index
-from ..kernels.tensors import ROWS
+from ..kernels.tensors import ROWS, stand_in
 from .layout import Runs, digits
 from .value import Sharding
 
@@ -36,15 +36,15 @@ def shard(tensor: torch.Tensor, sharding: Sharding, rank: int) -> torch.Tensor:
 
 def unshard(shards: Mapping[int, torch.Tensor], sharding: Sharding, shape: Sequence[int]) -> torch.Tensor:
     """The global tensor of shape `shape` from every rank's shard (one replica of each suffices)."""
-    if hasattr(next(iter(shards.values())), ROWS):
-        return stand_in(shards, shape)
+    first = next(iter(shards.values()))
+    if hasattr(first, ROWS):  # rows of experts: what stands for those of all ranks
+        return stand_in(first, shape, dict(shards))
     if sharding.partial:
         terms: dict[tuple[int, ...], dict[int, torch.Tensor]] = {}
         for rank, local in shards.items():
             terms.setdefault(digits(sharding.partial, sharding.mesh, rank), {})[rank] = local
         assert sharding.reduce == "sum"
         return functools.reduce(torch.add, [unshard(part, sharding.reduced(), shape) for part in terms.values()])
-    first = next(iter(shards.values()))
     out = torch.empty(tuple(shape), dtype=first.dtype, device=first.device)
     done: set[tuple[int, ...]] = set()
     for rank, local in shards.items():
@@ -52,13 +52,6 @@ def unshard(shards: Mapping[int, torch.Tensor], sharding: Sharding, shape: Seque
         if coordinates not in done:
             done.add(coordinates)
             _put(out, local, sharding.runs(shape, rank))
-    return out
-
-
-def stand_in(shards: Mapping[int, torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
-    """What stands for a ragged tensor of all simulated ranks: it carries what stands for each one's rows."""
-    out = next(iter(shards.values())).new_zeros(()).expand(tuple(shape))
-    setattr(out, ROWS, dict(shards))
     return out
 
 
