@@ -48,7 +48,7 @@ _HOME = {
     "Context": "frontends.context",
     "FSDP": "frontends.fsdp",
     "Pipeline": "frontends.pipeline.options",
-    "plan": "frontends.automatic",
+    "plan": "frontends.automatic.planning",
     "Precision": "frontends.precision",
     "visualize": "report.visualize",
     "Cluster": "cluster",

@@ -21,7 +21,7 @@ from .mesh import DeviceMesh
 from .number_text import duration, number
 from .planner.effort import Effort
 from .planner.open_inputs import OpenInputs
-from .planner.place_inputs import place_inputs
+from .planner.place_inputs import Placed, place_inputs
 from .planner.prices import Prices
 from .planner.reshard_costs import whole_axes
 from .plans.within_memory import fastest_within
@@ -59,8 +59,8 @@ def automatic_plan(
     Raises DefinitionError where no plan was found that holds so little.
     """
     graph = graph_to_plan(recording, shapes, {})
-    opened = OpenInputs.of(_without_implied(graph), mesh, {**recording.primals, **updates})
-    graph = dataclasses.replace(graph, annotations=_without(graph.annotations, opened.follow))
+    opened = OpenInputs.of(without_implied(graph), mesh, {**recording.primals, **updates})
+    graph = dataclasses.replace(graph, annotations=without(graph.annotations, opened.follow))
     search = _Search(graph, mesh, effort, max_memory)
     found = search.best(opened)
     if found.memory > search.limit:
@@ -115,24 +115,25 @@ class _Search:
     def _at(self, opened: OpenInputs, price: float) -> _Found:
         """The plan at a price of memory."""
         placed = place_inputs(self.graph, self.mesh, dataclasses.replace(opened, price=price), self.prices)
-        key = tuple(placed.values())
+        key = tuple(placed.inputs.values())
         if key not in self.known:
-            self.known[key] = self._planned(placed, opened)
+            self.known[key] = self._planned(placed)
         return self.known[key]
 
-    def _planned(self, placed: dict[int, Sharding], opened: OpenInputs) -> _Found:
-        ends = {i: placed[of] for i, of in opened.follow.items()}
-        plan = decided(self.graph.annotated(placed | ends), self.mesh, self.effort)
+    def _planned(self, placed: Placed) -> _Found:
+        plan = decided(self.graph.annotated(placed.inputs | placed.followers), self.mesh, self.effort)
         compiled = compile_sharded(plan, self.max_memory)
-        held = made_at_peak(self.graph, compiled) - opened.follow.keys()
-        return _Found(placed, compiled.seconds, compiled.memory, held)
+        held = made_at_peak(self.graph, compiled) - placed.followers.keys()
+        return _Found(placed.inputs, compiled.seconds, compiled.memory, held)
 
 
-def _without_implied(graph: Graph) -> Graph:
-    return dataclasses.replace(graph, annotations=_without(graph.annotations, graph.implied))
+def without_implied(graph: Graph) -> Graph:
+    """The graph without annotations that no user has made."""
+    return dataclasses.replace(graph, annotations=without(graph.annotations, graph.implied))
 
 
-def _without(annotations: Mapping[int, Sharding], these: Mapping[int, object]) -> dict[int, Sharding]:
+def without(annotations: Mapping[int, Sharding], these: Mapping[int, object]) -> dict[int, Sharding]:
+    """The annotations but for these."""
     return {i: sharding for i, sharding in annotations.items() if i not in these}
 
 

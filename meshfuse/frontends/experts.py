@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import SourceLine, caller_line, shown, user_error
+from ..errors import MeshfuseError, SourceLine, caller_line, shown, user_error
 from ..mesh import DeviceMesh
 from .patterns import matching, nearest
 from .plan_value import Spec
@@ -87,6 +87,18 @@ def expert_modules(module: nn.Module, experts: Experts, line: SourceLine) -> lis
         )  # fmt: skip
     for name in found:
         _check_known(name, every[name], line)
+    return found
+
+
+def exchangeable(module: nn.Module) -> list[str]:
+    """The full names of the modules whose experts rows can be sent to."""
+    line = caller_line()
+    found = []
+    for name, part in module.named_modules():
+        with suppress(MeshfuseError):
+            if _has_experts(part):
+                _check_known(name, part, line)
+                found.append(name)
     return found
 
 

@@ -92,12 +92,12 @@ def parallelize(
         _check(module, precision, fallback, line)
         whole = checked_mesh(mesh, line)
         check_world(whole, line)
-        stages = _assignment(module, whole, pipeline, loss, line)
+        if isinstance(plan, Plan):
+            plan.check_mesh(whole, line)
+            inputs, pipeline, checkpoint = plan.completed(inputs, pipeline, checkpoint)
+        stages = _assignment(module, whole, pipeline, plan.microbatches if isinstance(plan, Plan) else 1, loss, line)
         found, precision = stages.mesh_here(), _precision(precision, fsdp)
         names = list(inspect.signature(module.forward).parameters)
-        if isinstance(plan, Plan):
-            plan.check_mesh(found, line)
-            inputs = plan.inputs if inputs is None else inputs
         specs = checked_specs("inputs", inputs, [*names, *([TARGET] if loss is not None else [])], found, line)
         sizes = checked_specs("dynamic", dynamic, names, found, line)
         requested(backend, line)
@@ -124,12 +124,14 @@ def _precision(given: Precision | None, fsdp: Any) -> Precision | None:
     return Precision(fsdp.param_dtype, fsdp.reduce_dtype) if said and given is None else given
 
 
-def _assignment(module: nn.Module, mesh: DeviceMesh, pipeline: Any, loss: Any, line: SourceLine) -> Assignment:
-    """The stages of a model; one on all ranks without a pipeline."""
+def _assignment(
+    module: nn.Module, mesh: DeviceMesh, pipeline: Any, microbatches: int, loss: Any, line: SourceLine
+) -> Assignment:  # fmt: skip
+    """The stages of a model; one on all ranks without a pipeline, with so many micro-batches in turn."""
     if loss is not None and not callable(loss):
         raise user_error("parallelize: loss", shown(loss), "a function of the model's result and a target", "", line)
     if pipeline is None:
-        return on_all_ranks(module, mesh, named("1f1b", 1, 1))
+        return on_all_ranks(module, mesh, named("1f1b", 1, microbatches))
     if not isinstance(pipeline, Pipeline):
         raise user_error("parallelize: pipeline", shown(pipeline), "an mf.Pipeline, or None",
                          'Pass mf.Pipeline("pp", "1f1b", microbatches=8).', line)  # fmt: skip

@@ -5,26 +5,56 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import SourceLine, caller_line, user_error
 from ..mesh import DeviceMesh
 from ..number_text import duration, number
 from ..sharding.layout import Split
 from ..whole_files import write_whole
+from .pipeline.options import Pipeline
 
 Spec = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Where a model's parameters and inputs lie; pass it to `mf.parallelize` as `plan`.
+class Alternative:
+    """What was not taken: in words what it is, its seconds and bytes (None where it was not planned), and why."""
 
-    parameters, inputs: by full name, and by name of an argument, a list with an entry per dim.
+    what: str
+    seconds: float
+    memory: float | None
+    why: str
+
+    def __str__(self) -> str:
+        held = "" if self.memory is None else f", {number(self.memory)} bytes"
+        least = "" if self.memory is not None else "at least "
+        return f"{self.what}: {least}{duration(self.seconds)}{held}: {self.why}"
+
+
+class Again(Protocol):
+    """Plans again, under roles of axes."""
+
+    def __call__(self, roles: Mapping[str, str] | None, microbatches: int | None, line: SourceLine) -> Plan: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where a model's parameters and inputs lie, and how a step goes; pass it to `mf.parallelize` as `plan`.
+
+    parameters, inputs: by full name, and by name of an argument, a list with an entry per dim. Those of a pipeline lie
+        on the ranks of their stage.
     seconds: the modelled time of a step.
-    memory: the most bytes that a rank holds of weights, gradients and activations, as modelled.
+    memory: the most bytes that a rank holds of weights, gradients, an optimiser's states and activations, as modelled.
+    pipeline_axis, schedule, virtual, microbatches, cut: as of `mf.Pipeline`; "" for no stages.
+    recomputes: whether the activations inside of each layer are computed again in the backward.
+    experts: the modules whose experts rows of tokens are sent to.
+    gap: by which part another place of weights and inputs might take less time with these stages, 0 for proven to be
+        best; None for not known.
+    alternatives: what else was considered.
+    max_memory: the bound that it was made for.
     Printing it shows annotations to paste.
     """
 
@@ -33,6 +63,42 @@ class Plan:
     inputs: Mapping[str, Spec]
     seconds: float
     memory: float
+    pipeline_axis: str = ""
+    schedule: str = "1f1b"
+    virtual: int = 1
+    microbatches: int = 1
+    cut: tuple[str, ...] = ()
+    recomputes: bool = False
+    experts: tuple[str, ...] = ()
+    gap: float | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    max_memory: float | None = None
+    _again: Again | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.cut) + 1
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """What the plan says of stages and micro-batches; None for neither."""
+        if not self.pipeline_axis:
+            return None
+        return Pipeline(self.pipeline_axis, self.schedule, self.microbatches, virtual=self.virtual, cut=self.cut)
+
+    def priced(self, roles: Mapping[str, str], microbatches: int | None = None) -> Plan:
+        """The best plan where axes have these roles, with its seconds and memory; by the same prices.
+
+        roles: by axis "data", "fully sharded", "tensor", "sequence", "expert" or "pipeline"; others are open.
+        microbatches: how many; None for as many as are best.
+
+        Raises DefinitionError for axes and roles that do not exist, and for a plan that was read from a file.
+        """
+        if self._again is None:
+            raise user_error("plan.priced: a plan that was read from a file", "no model", "what mf.plan has returned",
+                             "Call mf.plan(..., roles=).", caller_line())  # fmt: skip
+        return self._again(roles, microbatches, caller_line())
 
     def spec(self, name: str) -> Spec:
         """How a parameter, or an argument, lies. Raises DefinitionError for a name that the plan has not."""
@@ -47,20 +113,29 @@ class Plan:
     @property
     def family(self) -> str:
         """What kind of parallelism each axis has, in words."""
-        return ", ".join(f"{name}: {self._kind(name)}" for name, size in self.axes if size > 1)
+        kinds = ", ".join(f"{name}: {self._kind(name)}" for name, size in self.axes if size > 1)
+        parts = f"; {self.microbatches} micro-batches" if self.microbatches > 1 else ""
+        return f"{kinds}{parts}{'; layers computed again' if self.recomputes else ''}"
 
     def _kind(self, axis: str) -> str:
-        cuts = [spec for spec in self.parameters.values() if axis in axes_in(spec)]
-        if any(spec and axis in axes_in(spec[:1]) for spec in self.inputs.values()):
-            return "fully sharded" if cuts else "data"
+        if axis == self.pipeline_axis:
+            return f"pipeline of {self.stages} stages ({self.schedule})"
+        weights = {name: spec for name, spec in self.parameters.items() if len(spec) > 1}
+        rows = any(spec and axis in axes_in(spec[:1]) for spec in self.inputs.values())
+        inside = [spec for name, spec in weights.items() if name.rpartition(".")[0] in self.experts]
+        if any(axis in axes_in(spec[:1]) for spec in inside):
+            return "data and experts" if rows else "experts"
+        is_cut = 2 * sum(axis in axes_in(spec) for spec in weights.values()) >= max(len(weights), 1)
+        if rows:
+            return "fully sharded" if is_cut else "data"
         if any(axis in axes_in(spec) for spec in self.inputs.values()):
-            return "sequence and tensor" if cuts else "sequence"
-        return "tensor" if cuts else "idle"
+            return "sequence and tensor" if is_cut else "sequence"
+        return "tensor" if any(axis in axes_in(spec) for spec in weights.values()) else "idle"
 
     def save(self, path: Any) -> None:
         """Write the plan as JSON."""
-        made = {"axes": dict(self.axes), "parameters": dict(self.parameters), "inputs": dict(self.inputs),
-                "seconds": self.seconds, "memory": self.memory}  # fmt: skip
+        made = {name: getattr(self, name) for name in _KEPT}
+        made |= {"axes": dict(self.axes), "alternatives": [asdict(each) for each in self.alternatives]}
         write_whole(Path(path), json.dumps(made, indent=1).encode())
 
     @classmethod
@@ -68,13 +143,21 @@ class Plan:
         """Read a plan that `save` has written. Raises DefinitionError for another file."""
         line = caller_line()
         try:
-            read = json.loads(Path(path).read_text())
-            specs = [{n: tuple(spec) for n, spec in read[part].items()} for part in ("parameters", "inputs")]
-            axes, costs = tuple(read["axes"].items()), (float(read["seconds"]), float(read["memory"]))
-            return cls(axes, specs[0], specs[1], costs[0], costs[1])
+            read = {name: value for name, value in json.loads(Path(path).read_text()).items() if name in _KEPT}
+            for part in ("parameters", "inputs"):
+                read[part] = {name: tuple(spec) for name, spec in read[part].items()}
+            read |= {"axes": tuple(read["axes"].items()), "cut": tuple(read["cut"]), "experts": tuple(read["experts"])}
+            return cls(**{**read, "alternatives": tuple(Alternative(**each) for each in read["alternatives"])})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise user_error(f"plan: {path}", f"{type(error).__name__}: {error}", "a file that Plan.save has written",
                              "", line) from None  # fmt: skip
+
+    def completed(self, inputs: Any, pipeline: Any, checkpoint: Any) -> tuple[Any, Any, Any]:
+        """What a user passes beside the plan, and where that is nothing what the plan says."""
+        return (
+            self.inputs if inputs is None else inputs, self.pipeline if pipeline is None else pipeline,
+            self.checkpoint if checkpoint is None else checkpoint,
+        )  # fmt: skip
 
     def check_mesh(self, mesh: DeviceMesh, line: SourceLine) -> None:
         """Raises DefinitionError where a mesh has other axes than the plan is for."""
@@ -86,7 +169,39 @@ class Plan:
         rows = [f"{name!r}: {list(spec)}," for name, spec in _folded(self.parameters).items()]
         inputs = ", ".join(f"{name!r}: {list(spec)}" for name, spec in self.inputs.items())
         tail = f"a step takes {duration(self.seconds)} modelled, and a rank holds {number(self.memory)} bytes"
-        return "\n".join([self.family, "plan={", *(f"    {row}" for row in rows), "}", f"inputs={{{inputs}}}", tail])
+        found = [self.family, "plan={", *(f"    {row}" for row in rows), "}", f"inputs={{{inputs}}}", *self._said()]
+        others = [f"    {each}" for each in self.alternatives]
+        return "\n".join([*found, tail, self._proof(), *(["not taken:", *others] if others else [])])
+
+    def _said(self) -> list[str]:
+        """What else to pass to `mf.parallelize`."""
+        found = []
+        if self.pipeline_axis:
+            virtual = f", virtual={self.virtual}" if self.virtual > 1 else ""
+            said = f"{self.pipeline_axis!r}, {self.schedule!r}, {self.microbatches}{virtual}, cut={list(self.cut)}"
+            found.append(f"pipeline=mf.Pipeline({said})")
+        if self.recomputes:
+            found.append(f"checkpoint={self.checkpoint!r}")
+        return found
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The pattern of the modules that are computed again; None for none."""
+        layers = [name for name in self.parameters if re.search(r"\.\d+\.", name)]
+        return re.sub(r"\.\d+\..*", ".*", layers[0]) if self.recomputes and layers else None
+
+    def _proof(self) -> str:
+        if self.gap is None:
+            return "where weights and inputs lie is the best that was found"
+        return (
+            f"where weights and inputs lie is within {self.gap:.2%} of the best with these stages"
+            if self.gap
+            else ("where weights and inputs lie is proven to be best with these stages")
+        )
+
+
+# What `save` writes.
+_KEPT = tuple(each.name for each in fields(Plan) if each.name != "_again")
 
 
 def axes_in(spec: Iterable[Any]) -> set[str]:

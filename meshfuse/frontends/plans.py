@@ -108,14 +108,14 @@ def module_plan(
     """
     sharding = _sharding(mesh, fsdp, line)
     cut_over = sharding.axes if sharding is not None else ()
-    is_free = isinstance(plan, Plan)
+    is_free, exchanged = isinstance(plan, Plan), [*plan.experts] if isinstance(plan, Plan) else []
     plan = plan.parameters if isinstance(plan, Plan) else plan
     entries = _entries(module, plan, line)
     reader = _Reader(module, mesh, cut_over, inputs, line)
     for pattern, value in entries.items():
         reader.read(pattern, value, strict=not isinstance(plan, str))
-    exchanged = expert_modules(module, experts, line) if experts is not None else []
     if experts is not None:
+        exchanged = expert_modules(module, experts, line)
         reader.specs |= expert_specs(module, exchanged, experts, reader.specs)
     sizes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     found = {name: _with_fsdp(reader.specs.get(name), shape, mesh, cut_over) for name, shape in sizes.items()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -34,6 +35,22 @@ def recomputed_modules(module: nn.Module, given: Any, line: SourceLine) -> tuple
             )  # fmt: skip
         found.update(dict.fromkeys(fits))
     return tuple(found)
+
+
+@contextmanager
+def recomputing(graph: Captured, names: Sequence[str]) -> Iterator[None]:
+    """In this context the ops of these modules are marked (`mark_recomputed`)."""
+    marks = ("recompute", "ac_graph_id")
+    nodes = graph.module.graph.nodes if names else ()
+    before = [(node, {mark: node.meta[mark] for mark in marks if mark in node.meta}) for node in nodes]
+    mark_recomputed(graph, names)
+    try:
+        yield
+    finally:
+        for node, found in before:
+            for mark in marks:
+                node.meta.pop(mark, None)
+            node.meta.update(found)
 
 
 def mark_recomputed(graph: Captured, names: Sequence[str]) -> None:

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
+from ..compiler import graph_to_plan
 from ..definition import applying
 from ..definition.tensor_view import TensorView
 from ..dtypes import DataType
 from ..errors import SourceLine
+from ..executor.arguments import compile_shapes
 from ..fusion_definition import FusionDefinition
+from ..graph import Graph
 from ..ops.opdef import OpDef
 from ..ops.values import TensorType
 
@@ -48,6 +51,11 @@ class TracedDefinition(FusionDefinition):
         any."""
         made = self.recording.new_input(TensorType(tuple(shape), dtype, rows), line, None)
         return TensorView(self, made)
+
+    def graph(self, line: SourceLine) -> Graph:
+        """What is planned, with the sizes that it was written with."""
+        self._complete()
+        return graph_to_plan(self.recording, compile_shapes(self.recording, (), line), {})
 
     def _check_output(self, number: int, line: SourceLine) -> None:
         """All may be handed from one half of a step to the other."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ..costs import computation
 from ..graph import Graph, Node
+from ..mesh import DeviceMesh
 from ..ops.opdef import Call
 from ..ops.values import TensorType
 from ..reshard.steps import group_size
@@ -56,6 +57,12 @@ class Roofline:
         """What a placement takes."""
         mesh = placement.results[0].mesh
         return computation(self._flops / placement.ways, self._moved(placement), mesh.flops, mesh.memory)
+
+    def least(self, mesh: DeviceMesh) -> float:
+        """What no placement on a mesh takes less than: nothing is computed or read twice."""
+        read, written = sum(self._nbytes[: self._operands]), sum(self._nbytes[self._operands :])
+        moved = written + (min(read, written) if self._is_lookup else read)
+        return computation(self._flops / mesh.size, moved / mesh.size, mesh.flops, mesh.memory)
 
     def _moved(self, placement: Placement) -> float:
         rows = zip(self._nbytes, (*placement.operands, *placement.results), strict=True)

@@ -33,12 +33,16 @@ class OpenInputs:
     follow: by output the open input in whose sharding it is left.
     held: what ops make that is in memory when a rank holds most.
     price: the seconds that a byte of an input, of what follows it, and of what is held, counts as.
+    more: by open input how many more tensors of its size lie as it does, such as the states of an optimiser.
+    share: how often the outputs that follow are brought to where they are left: once in so many steps is 1 / n.
     """
 
     places: Mapping[int, Shardings] = field(default_factory=dict)
     follow: Mapping[int, int] = field(default_factory=dict)
     held: frozenset[int] = frozenset()
     price: float = 0.0
+    more: Mapping[int, float] = field(default_factory=dict)
+    share: float = 1.0
 
     @classmethod
     def of(cls, graph: Graph, mesh: DeviceMesh, follow: Mapping[int, int]) -> OpenInputs:
@@ -52,9 +56,10 @@ class OpenInputs:
         """The outputs that are left where an open input lies."""
         return tuple([i for i, of in self.follow.items() if of == tensor])
 
-    def seconds(self, places: Shardings, types: Sequence[TensorType]) -> np.ndarray:
-        """What the memory of tensors of these types counts as in each of some places."""
-        return np.array([max(self.price, _LEAST) * sum(nbytes_of(t, s) for t in types) for s in places])
+    def seconds(self, places: Shardings, types: Sequence[TensorType], more: float = 0.0) -> np.ndarray:
+        """What the memory of tensors of these types, and of so many more of the first, counts as in some places."""
+        price, first = max(self.price, _LEAST), types[0]
+        return np.array([price * (sum(nbytes_of(t, s) for t in types) + more * nbytes_of(first, s)) for s in places])
 
 
 NOTHING_OPEN = OpenInputs()

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ..graph import Graph
 from ..mesh import DeviceMesh
 from ..sharding.value import Sharding
-from .answer import Answer
+from .answer import Answer, Optimum
 from .open_inputs import OpenInputs
 from .optimum import solved
 from .prices import Prices
 
 
-def place_inputs(graph: Graph, mesh: DeviceMesh, opened: OpenInputs, prices: Prices) -> dict[int, Sharding]:
-    """By open input where it lies in the best plan of a graph on a mesh, at the price of memory that it has."""
+class Placed(NamedTuple):
+    """By open input where it lies, and by output that follows one; and the plan of all ops with it."""
+
+    inputs: dict[int, Sharding]
+    followers: dict[int, Sharding]
+    plan: Optimum
+
+
+def place_inputs(graph: Graph, mesh: DeviceMesh, opened: OpenInputs, prices: Prices) -> Placed:
+    """Where the open inputs of a graph lie in its best plan on a mesh, at the price of memory that they have.
+
+    Equal layers are all alike, and axes whole.
+    """
     found = solved(graph, mesh, prices, opened=opened)
     answer = Answer(found.program, found.found.assignment)
-    return {i: answer.there(i)[0] for i in opened.places}
+    inputs = {i: answer.there(i)[0] for i in opened.places}
+    return Placed(inputs, {i: inputs[of] for i, of in opened.follow.items()}, found.plan())

@@ -252,14 +252,13 @@ class Program:
             self._share(tensor, variable, places, None)
         at = np.repeat(np.arange(len(places)), len(self.costs.costs[variable]) // len(places))
         types = tuple([self.ttype(i) for i in (tensor, *followers)])
-        self.costs.add_costs(variable, frame.opened.seconds(places, types)[at] * times)
+        seconds = frame.opened.seconds(places, types, frame.opened.more.get(tensor, 0.0))
+        self.costs.add_costs(variable, seconds[at] * times)
         for i in followers:
             node, place = frame.makers[i]
             have, made = self.labels[node].results(place)
-            edge = Between(
-                (self.variables[node], variable), self._table(have, places, i) * times, made, Classes(at, len(places))
-            )
-            self.costs.edges.append(edge)
+            moves = self._table(have, places, i) * (times * frame.opened.share)
+            self.costs.edges.append(Between((self.variables[node], variable), moves, made, Classes(at, len(places))))
 
     def _pass_given(self, tensor: int) -> None:
         """An input, or an annotated tensor, with one reader."""

@@ -27,17 +27,17 @@ P = TypeVar("P", bound=Planned)
 _PRICES, _HALVINGS = (1e-4, 1e3), 6
 
 
-def fastest_within(limit: float, free: P, at: Callable[[float], P]) -> P:
+def fastest_within(limit: float, free: P, at: Callable[[float], P], halvings: int = _HALVINGS) -> P:
     """The fastest plan within a limit in bytes; where even at the dearest price too much is held, one that holds least.
 
-    free: the plan without a bound. at: the best plan at a price, in seconds per byte.
+    free: the plan without a bound. at: the best plan at a price, in seconds per byte. halvings: of the price, at most.
     """
     usual = free.seconds / free.memory
     low, high = usual * _PRICES[0], usual * _PRICES[1]
     best = at(high)
     if best.memory > limit:
         return min(free, best, key=lambda each: each.memory)
-    for _ in range(_HALVINGS):
+    for _ in range(halvings):
         price = math.sqrt(low * high)
         found = at(price)
         if found.memory > limit:

@@ -36,6 +36,13 @@ def peak(resharded: ReshardedDefinition) -> Peak:
     return _Usage(resharded).peak()
 
 
+def held_across(resharded: ReshardedDefinition, place: int) -> dict[int, int]:
+    """By value the bytes of what statements up to one have made, and later ones read."""
+    usage = _Usage(resharded)
+    lives = (life for life in usage._all() if -1 < life.start <= place < life.end)
+    return {life.value: usage.nbytes(life.value) for life in lives}
+
+
 def rematerialize_gathers(resharded: ReshardedDefinition, limit: float) -> ReshardedDefinition:
     """The statements with reshards done again where a rank would hold more than `limit` bytes; as far as that helps."""
     usage = _Usage(resharded)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from ...mesh import DeviceMesh
 from ...runtime.world import World
 from ..patterns import longest_list, matching, nearest
 from .options import Pipeline
+from .partition import even_parts
 from .schedule import Schedule
 
 
@@ -151,7 +151,7 @@ def _even_cuts(module: nn.Module, stages: int, line: SourceLine) -> tuple[str, .
         )  # fmt: skip
     costs = [sum(p.numel() for p in module.get_submodule(layer).parameters()) for layer in layers]
     costs[-1] += _behind(module, layers[-1])
-    return tuple(layers[end] for end in _fewest(costs, stages))
+    return tuple(layers[end] for end in even_parts(costs, stages))
 
 
 def _behind(module: nn.Module, layer: str) -> int:
@@ -160,33 +160,6 @@ def _behind(module: nn.Module, layer: str) -> int:
     last = max(i for i, name in enumerate(order) if name == layer or name.startswith(f"{layer}."))
     later = set(order[last + 1 :])
     return sum(p.numel() for n, p in module.named_parameters(remove_duplicate=False) if n.rpartition(".")[0] in later)
-
-
-def _fewest(costs: Sequence[int], parts: int) -> list[int]:
-    """Where to cut a row of costs into so many parts with the largest as small as can be."""
-    sums = [0, *accumulate(costs)]
-    low, high = max([*costs, 1]), max(sums[-1], 1)
-    while low < high:
-        middle = (low + high) // 2
-        if _filled(sums, middle, parts) is None:
-            low = middle + 1
-        else:
-            high = middle
-    found = _filled(sums, low, parts)
-    assert found is not None
-    return found
-
-
-def _filled(sums: Sequence[int], limit: int, parts: int) -> list[int] | None:
-    """The cuts of parts that are filled to a limit, one after the other; None where there are too few parts."""
-    ends, start, count = list[int](), 0, len(sums) - 1
-    for left in range(parts - 1, 0, -1):
-        end = min(bisect.bisect_right(sums, sums[start] + limit) - 1, count - left)
-        if end <= start:
-            return None
-        ends.append(end)
-        start = end
-    return ends if sums[-1] - sums[start] <= limit else None
 
 
 def _owners(

@@ -7,7 +7,7 @@ for, and `W` for those of its weights, for which nobody waits (Qi et al. 2024, "
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...errors import MeshfuseError, user_error
@@ -31,6 +31,10 @@ class Action:
     def in_words(self) -> str:
         """What an error calls it."""
         return f"the {KINDS[self.kind]} of stage {self.stage}, micro-batch {self.microbatch}"
+
+
+# How long actions last: by kind, or a function of the action.
+Durations = Mapping[str, float] | Callable[[Action], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +100,10 @@ class Schedule:
         _check_complete(self)
         self.played()
 
-    def played(self, durations: Mapping[str, float] = UNIT) -> tuple[tuple[Timed, ...], ...]:
+    def played(self, durations: Durations = UNIT) -> tuple[tuple[Timed, ...], ...]:
         """By rank its actions in time, each as early as its order and what it needs allow.
+
+        durations: by kind of action, or a function of an action.
 
         Raises DefinitionError where ranks wait for each other in a circle.
         """
@@ -110,10 +116,10 @@ class Schedule:
         """Whether no rank waits for itself, over however many others."""
         return len(self._played(UNIT)[2]) == len(self.actions)
 
-    def _played(self, durations: Mapping[str, float]) -> tuple[list[list[Timed]], list[int], dict[Action, float]]:
+    def _played(self, durations: Durations) -> tuple[list[list[Timed]], list[int], dict[Action, float]]:
         """(by rank its actions in time, by rank how many it did, when each ended) as far as ranks can go on."""
         ends: dict[Action, float] = {}
-        all_needs = self._needs()
+        all_needs, lasts = self._needs(), _function(durations)
         places, clocks = [0] * self.ranks, [0.0] * self.ranks
         found: list[list[Timed]] = [[] for _ in self.orders]
         moved = True
@@ -123,7 +129,7 @@ class Schedule:
                 while places[rank] < len(order) and all(n in ends for n in all_needs[order[places[rank]]]):
                     action = order[places[rank]]
                     begin = max([clocks[rank], *(ends[n] for n in all_needs[action])])
-                    clocks[rank] = ends[action] = begin + durations[action.kind]
+                    clocks[rank] = ends[action] = begin + lasts(action)
                     found[rank].append(Timed(action, begin, clocks[rank]))
                     places[rank], moved = places[rank] + 1, True
         return found, places, ends
@@ -156,14 +162,14 @@ class Schedule:
             "an order in which each action comes after what it needs", "Move what is waited for to the front.",
         )  # fmt: skip
 
-    def makespan(self, durations: Mapping[str, float] = UNIT) -> float:
-        """How long a step takes, in the units of the durations of each kind of action."""
+    def makespan(self, durations: Durations = UNIT) -> float:
+        """How long a step takes, in the units of the durations."""
         return max(rank[-1].end for rank in self.played(durations) if rank)
 
-    def bubble(self, durations: Mapping[str, float] = UNIT) -> float:
+    def bubble(self, durations: Durations = UNIT) -> float:
         """The share of the step in which a rank has nothing to do, over all ranks."""
         whole = self.makespan(durations) * self.ranks
-        return 1 - sum(durations[action.kind] for action in self.actions) / whole
+        return 1 - sum(map(_function(durations), self.actions)) / whole
 
     def in_flight(self, rank: int, stage: int | None = None) -> int:
         """The most forwards, of one of its stages or of all, that a rank holds at once, whose backward is not done."""
@@ -180,6 +186,10 @@ class Schedule:
         head = f"{self.name}: {self.stages} stages on {self.ranks} ranks, {self.microbatches} micro-batches"
         tail = f"{self.bubble():.0%} of {whole:g} units idle; forwards held at once, by rank: {held}"
         return "\n".join([head, *rows, tail])
+
+
+def _function(durations: Durations) -> Callable[[Action], float]:
+    return durations if callable(durations) else lambda action: durations[action.kind]
 
 
 def _row(timed: Sequence[Timed], schedule: Schedule) -> str:

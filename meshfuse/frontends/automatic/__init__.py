@@ -1,0 +1,1 @@
+"""`mf.plan`: which parallelism, stages and micro-batches a model's training step takes least time with."""

@@ -1,0 +1,201 @@
+"""Plans of a step's layers with open weights and arguments, and what each layer takes then."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ...automatic_plan import without, without_implied
+from ...errors import SourceLine
+from ...graph import Graph
+from ...mesh import DeviceMesh
+from ...planner.open_inputs import OpenInputs
+from ...planner.place_inputs import place_inputs
+from ...planner.prices import Prices
+from ...planner.reshard_costs import whole_axes
+from ...propagation import ShardedDefinition
+from ...reshard.rematerialize import rematerialize_gathers
+from ...resharding import insert_resharding
+from ...sharding.layout import axes
+from ...sharding.value import Sharding
+from ..calls import Arguments
+from ..capture import Captured, Source
+from ..joint import JointWriter
+from ..pipeline.assign import mesh_at
+from ..plan_value import Spec, axes_in
+from ..plans import ModulePlan
+from ..recompute import recomputing
+from ..steps import Setting
+from .few_layers import FewLayers
+from .layer_costs import LayerCosts, Shared, layer_costs, made_gradients
+from .roles import fitting
+from .step_cost import Arrangement
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that was captured, with a few of its layers.
+
+    batch: by place the arguments that have the rows of the batch; of such many rows.
+    is_elastic: whether the graph is right for fewer rows.
+    parameters, arguments: how some lie, by the names of `graph`, where a user has said so.
+    experts: the modules whose experts rows may be sent to.
+    states: how many tensors of a weight's size the optimiser keeps.
+    names: of all parameters.
+    """
+
+    graph: Captured
+    given: Arguments
+    few: FewLayers
+    batch: frozenset[int]
+    rows: int
+    is_elastic: bool
+    parameters: Mapping[str, Spec]
+    experts: tuple[str, ...]
+    states: float
+    names: tuple[str, ...]
+    line: SourceLine
+
+    @property
+    def named_axes(self) -> set[str]:
+        """The axes that a user has put tensors on."""
+        return axes_in([*self.parameters.values(), *self.given.specs.values()])
+
+
+@dataclass(frozen=True, slots=True)
+class Layered:
+    """What layers take in the best plan: each way to hold what is gathered, the fastest first.
+
+    parameters, arguments: how these lie. gap: by which part a better plan may take less time, None if not known.
+    """
+
+    ways: tuple[LayerCosts, ...]
+    parameters: Mapping[str, Spec]
+    arguments: Mapping[str, Spec]
+    gap: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pricer:
+    """Prices arrangements of a model on a mesh, under roles of axes that are said."""
+
+    model: Model
+    mesh: DeviceMesh
+    roles: Mapping[str, str]
+    prices: Prices = field(default_factory=lambda: Prices(whole_axes))
+    steps: dict[Arrangement, OpenStep] = field(default_factory=dict)
+    known: dict[tuple[Arrangement, float], Layered] = field(default_factory=dict)
+
+    def stage_mesh(self, axis: str) -> DeviceMesh:
+        """The ranks of one stage."""
+        return mesh_at(self.mesh, axis, 0)
+
+    def layered(self, arrangement: Arrangement, price: float = 0.0) -> Layered:
+        """What layers take in the best plan of one micro-batch on a stage's ranks, at a price of memory."""
+        asked = dataclasses.replace(arrangement, schedule="", virtual=1)
+        if asked not in self.steps:
+            self.steps[asked] = self._opened(asked)
+        if (asked, price) not in self.known:
+            self.known[asked, price] = self.steps[asked].placed(price, self.prices)
+        return self.known[asked, price]
+
+    def _opened(self, asked: Arrangement) -> OpenStep:
+        """The step with its inputs open."""
+        mesh, model = self.stage_mesh(asked.axis), self.model
+        part = model.rows // asked.microbatches
+        shapes = {i: (part, *shape[1:]) if i in model.batch else shape for i, shape in model.given.shapes.items()}
+        plan, names = ModulePlan(mesh, model.parameters), dict(enumerate(model.given.names))
+        setting = Setting(plan, names, shapes, model.given.specs, model.line, {}, free=True)
+        again = model.few.names if asked.recomputes else ()
+        with recomputing(model.graph, again):
+            return OpenWriter(model.graph, setting).opened(self, asked.microbatches)
+
+    def fitting(self, source: Source, places: tuple[Sharding, ...]) -> tuple[Sharding, ...]:
+        """Of the places of an input those that go with the roles of axes."""
+        is_expert = source.name.rpartition(".")[0] in self.model.experts
+        is_argument = source.kind == "argument"
+        here = {axis: role for axis, role in self.roles.items() if axis in places[0].mesh.names}
+        return fitting(places, here, is_argument, is_argument and source.place in self.model.batch, is_expert)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStep:
+    """The graph of a step whose inputs are open, and what of it is what.
+
+    said: what an input lies as in words of specs.
+    """
+
+    graph: Graph
+    mesh: DeviceMesh
+    inputs: OpenInputs
+    shared: Shared
+    sources: Mapping[int, Source]
+    said: Callable[[Source, Sharding | None], Spec]
+    names: Mapping[int, str]
+
+    def placed(self, price: float, prices: Prices) -> Layered:
+        """The best plan at a price of memory, and what its layers take."""
+        found = place_inputs(self.graph, self.mesh, dataclasses.replace(self.inputs, price=price), prices)
+        there = found.inputs | found.followers
+        graph, plan = self.graph.annotated(there), found.plan
+        sharded = ShardedDefinition(graph, plan.choices, {**plan.shardings, **there}, plan.gap)
+        kept = insert_resharding(sharded)
+        ways = [kept, rematerialize_gathers(kept, 0.0)]
+        costs = [layer_costs(way, self.shared) for way in ways]
+        specs = {source: self.said(source, found.inputs.get(i)) for i, source in self.sources.items()}
+        parameters = {s.name: spec for s, spec in specs.items() if s.kind == "parameter"}
+        arguments = {self.names[s.place]: spec for s, spec in specs.items() if s.kind == "argument"}
+        return Layered(tuple(costs), parameters, arguments, plan.gap)
+
+
+class OpenWriter(JointWriter):
+    """Writes a joint definition whose inputs are open, but for those that are given."""
+
+    def _spec(self, source: Source, ndim: int) -> Spec | None:
+        if source.kind == "parameter" or (source.kind == "gradient" and source.name):
+            return self.setting.plan.parameters.get(source.name)
+        if source.kind == "argument":
+            return self.setting.specs.get(source.place)
+        return (None,) * ndim if source.kind in ("buffer", "constant") else None
+
+    def opened(self, pricer: Pricer, microbatches: int) -> OpenStep:
+        """The step with its inputs open, of which there are so many in turn before gradients are summed."""
+        made, _ = self.written()
+        recording, mesh = made.fd.recording, self.setting.mesh
+        views = {source: made.values[node] for node, source in self.graph.inputs if node in made.values}
+        sources = {view.id: source for source, view in views.items() if hasattr(view, "id")}
+        ends = zip(self.ends(), recording.outputs, strict=True)
+        pairs = {end: views[source.of_input()].id for source, end in ends if source.kind == "gradient"}
+        graph = made.fd.graph(self.setting.line)
+        inputs = OpenInputs.of(without_implied(graph), mesh, {**recording.primals, **pairs})
+        graph = dataclasses.replace(graph, annotations=without(graph.annotations, inputs.follow))
+        weights = frozenset(i for i, source in sources.items() if source.kind == "parameter")
+        of_weights = {end: weight for end, weight in pairs.items() if weight in weights}
+        places = {i: pricer.fitting(sources[i], each) for i, each in inputs.places.items()}
+        states = pricer.model.states
+        more = dict.fromkeys(weights, states)
+        inputs = dataclasses.replace(inputs, places=places, more=more, share=1 / microbatches)
+        forward = {made.values[node].id for node in self.cut.forward if hasattr(made.values.get(node), "id")}
+        few = pricer.model.few
+        shared = Shared(
+            tuple(few.names[i] for i in few.kept), frozenset(forward), weights, made_gradients(graph, of_weights),
+            states, microbatches > 1,
+        )  # fmt: skip
+        return OpenStep(graph, mesh, inputs, shared, sources, self._said, self.setting.names)
+
+    def _said(self, source: Source, sharding: Sharding | None) -> Spec:
+        if sharding is None:
+            ndim = self._ndims[source]
+            return self._spec(source, ndim) or (None,) * ndim
+        return tuple(_entry([split.axis or "" for split in axes(layout)]) for layout in sharding.dims)
+
+    @functools.cached_property
+    def _ndims(self) -> Mapping[Source, int]:
+        tensors = [(node.meta["val"], source) for node, source in self.graph.inputs]
+        return {source: value.ndim for value, source in tensors if hasattr(value, "ndim")}
+
+
+def _entry(names: list[str]) -> str | list[str] | None:
+    return None if not names else names[0] if len(names) == 1 else names
