@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from torch import nn
 
 import meshfuse as mf
 from frontend_models import gradients_differ_by, pair
+from meshfuse.frontends.automatic.few_layers import FewLayers
+from meshfuse.frontends.patterns import longest_list
 
 ONE = mf.DeviceMesh((8,), ("x",), links="dgx-h100")
 TWO = mf.DeviceMesh((2, 4), ("dp", "tp"), links="dgx-h100")
@@ -34,9 +38,9 @@ def loss_of(result: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (result - target).square().mean()
 
 
-def planned(mesh: mf.DeviceMesh, rows: int, width: int, hidden: int, **more: Any) -> Any:
+def planned(mesh: mf.DeviceMesh, rows: int, width: int, hidden: int, layers: int = 2, **more: Any) -> Any:
     with torch.device("meta"):
-        model, x = Mlp(width, hidden), torch.empty(rows, width)
+        model, x = Mlp(width, hidden, layers), torch.empty(rows, width)
     return mf.plan(model, mesh, x, x, loss=loss_of, **more)
 
 
@@ -65,20 +69,153 @@ def test_a_plan_is_kept_printed_and_read_back(tmp_path: Path) -> None:
     found = planned(TWO, 8192, 2048, 8192, keep={"layers.0.0": ["dp", None]}, inputs={"x": [None, None]})
     assert found.spec("layers.0.0.weight") == ("dp", None) and found.spec("x") == (None, None)
     found.save(tmp_path / "plan.json")
-    assert mf.plan.__module__ and type(found).load(tmp_path / "plan.json") == found
+    again = type(found).load(tmp_path / "plan.json")
+    assert again == found and again.alternatives
+    with pytest.raises(mf.DefinitionError, match="a plan that was read from a file: found no model"):
+        again.priced({"dp": "data"})
     text = str(planned(ONE, 64, 8192, 32768))
     assert "'layers.*.0.weight': ['x', None]," in text and "inputs={'x': [None, None]" in text
 
 
+# arrangements ---------------------------------------------------------------------------------------------------------
+
+HOSTS = mf.DeviceMesh(
+    (4, 8), ("host", "gpu"), links={"host": mf.Link(3e9, 2e-5), "gpu": mf.Link(300e9, 5e-6)}, flops=4e14, memory=3e12
+)
+# On a slow machine of two hosts, so that small models have something to gain.
+SLOW = mf.DeviceMesh(
+    (2, 2), ("host", "gpu"), links={"host": mf.Link(3e8, 1e-6), "gpu": mf.Link(3e11, 1e-7)}, flops=1e10, memory=1e10
+)
+
+
+def test_hosts_on_slow_links_are_stages() -> None:
+    with torch.device("meta"):
+        model, x = Mlp(4096, 16384, 16), torch.empty(1024, 4096)
+    found = mf.plan(model, HOSTS, x, x, loss=loss_of)
+    assert found.family.startswith("host: pipeline of 4 stages") and found.stages == 4 <= found.microbatches
+    assert found.cut == ("layers.4", "layers.8", "layers.12")
+    said = str(found)
+    assert "pipeline=mf.Pipeline('host', '1f1b', " in said and "no stages: " in said and "gpu: fully sharded: " in said
+    flat = found.priced({"host": "data"})
+    assert flat.stages == 1 and flat.seconds > 1.1 * found.seconds
+
+
+@pytest.mark.parametrize("memory", [None, 1.2e6])
+def test_no_plan_by_hand_is_cheaper(memory: float | None) -> None:
+    """Of all roles that two axes can have, of which those that hold too much do not count."""
+    model, x = Mlp(64, 256, 4), torch.empty(32, 64)
+    found = mf.plan(model, SLOW, x, x, loss=loss_of, max_memory=memory)
+    by_hand = []
+    for first, second in itertools.product(("data", "fully sharded", "tensor", "sequence", "pipeline"), repeat=2):
+        if (first, second).count("pipeline") < 2:
+            for microbatches in (None, 4):
+                priced = found.priced({"host": first, "gpu": second}, microbatches)
+                by_hand += [priced.seconds] if memory is None or priced.memory <= memory else []
+    assert len(by_hand) > 5 and found.seconds <= min(by_hand) * (1 + 1e-9)
+    assert memory is None or found.memory <= memory
+
+
+def test_states_of_the_optimiser_that_do_not_fit_are_fully_sharded() -> None:
+    free = planned(ONE, 65536, 1024, 4096, states=2)
+    assert free.family == "x: data"
+    weights = 2 * 2 * 1024 * 4096 * 4
+    found = planned(ONE, 65536, 1024, 4096, states=2, max_memory=free.memory - 2 * weights)
+    assert found.family.startswith("x: fully sharded") and found.memory <= free.memory - 2 * weights
+    assert planned(ONE, 65536, 1024, 4096, states=0).memory == pytest.approx(free.memory - 2 * weights)
+
+
+def test_activations_that_do_not_fit_are_computed_again() -> None:
+    free = planned(ONE, 65536, 256, 1024, 6)
+    found = planned(ONE, 65536, 256, 1024, 6, max_memory=free.memory / 3)
+    assert found.memory <= free.memory / 3 and (found.recomputes or found.microbatches > 1)
+    assert found.recomputes is (found.checkpoint == "layers.*")
+
+
+@pytest.mark.parametrize(("layers", "kinds"), [(3, 1), (9, 1), (12, 2), (2, 1)])
+def test_few_layers_stand_for_all(layers: int, kinds: int) -> None:
+    """The plan of a few layers of each kind costs what that of all layers costs."""
+    with torch.device("meta"):
+        model, x = Mlp(512, 2048, layers), torch.empty(4096, 512)
+        for i in range(0, layers, kinds) if kinds > 1 else ():
+            model.layers[i][1] = nn.ReLU()
+    few = FewLayers.of(model)
+    assert len(few.kept) == min(layers, 3 * kinds)
+    short = mf.plan(model, TWO, x, x, loss=loss_of)
+    with mock.patch.object(FewLayers, "of", lambda _: few.all()):
+        whole = mf.plan(model, TWO, x, x, loss=loss_of)
+    assert short.seconds == pytest.approx(whole.seconds, rel=1e-6)
+    assert short.memory == pytest.approx(whole.memory, rel=0.02) and short.cut == whole.cut
+    assert list(short.parameters) == [name for name, _ in model.named_parameters()]
+
+
+def test_a_model_whose_layers_cannot_be_left_out_is_planned_whole() -> None:
+    class Odd(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for i in range(6):
+                x = x + self.layers[i](x)
+            return x
+
+    with torch.device("meta"):
+        model, x = Odd(64, 256, 6), torch.empty(512, 64)
+    assert len(mf.plan(model, ONE, x, x, loss=loss_of).parameters) == 12
+
+
+def test_equal_layers_are_found_by_what_they_are() -> None:
+    assert longest_list(Mlp(8, 16, 2)) == ["layers.0", "layers.1"]  # and not the three modules of one of them
+    assert longest_list(nn.Sequential(Mlp(8, 16, 4), nn.Linear(8, 8))) == [f"0.layers.{i}" for i in range(4)]
+
+
+# training with a plan -------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("mesh", [mf.DeviceMesh((4,), ("x",), links="bytes"), mf.DeviceMesh((2, 2), ("a", "b"))])
 def test_a_model_trains_with_its_plan(mesh: mf.DeviceMesh) -> None:
+    trains(mesh)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"roles": {"host": "pipeline"}},
+        {"roles": {"host": "data", "gpu": "tensor"}, "microbatches": 4},
+        {
+            "mode": "rule",
+            "inputs": {"x": ["host", None], "target": ["host", None]},
+            "keep": {"layers.*.0": ["gpu", None]},
+        },
+        {"mode": "config", "roles": {"host": "fully sharded", "gpu": "pipeline"}},
+        {"max_memory": 6e5},
+    ],
+    ids=str,
+)
+def test_a_model_trains_with_the_plan_of_an_arrangement(more: dict[str, Any]) -> None:
+    found = trains(SLOW, **more)
+    assert more.get("mode") != "rule" or found.family == "host: data, gpu: tensor"
+    assert "pipeline" not in str(more) or "pipeline" in found.family
+    assert found.memory <= more.get("max_memory", found.memory)
+
+
+def test_a_plan_is_made_for_an_example() -> None:
     model, eager = pair(lambda: Mlp(16, 32))
     x, y = torch.randn(32, 16), torch.randn(32, 16)
-    found = mf.plan(model, mesh, x, y, loss=loss_of)
+    mf.parallelize(model, SLOW, "auto", example={"x": x, "target": y}, loss=loss_of, max_memory=1e6)
+    here = model.shard_inputs(x=x, target=y)
+    loss, wanted = model.step(here["x"], here["target"]), loss_of(eager(x), y)
+    wanted.backward()
+    assert abs(loss - wanted) < 1e-5 and gradients_differ_by(model, eager) < 1e-5
+    with pytest.raises(mf.DefinitionError, match=r"no argument is called 'q': needed one of \['x', 'target'\]"):
+        model.shard_inputs(q=x)
+
+
+def trains(mesh: mf.DeviceMesh, **more: Any) -> Any:
+    model, eager = pair(lambda: Mlp(16, 32, 4))
+    x, y = torch.randn(32, 16), torch.randn(32, 16)
+    found = mf.plan(model, mesh, x, y, loss=loss_of, **more)
     mf.parallelize(model, mesh, found, loss=loss_of)
     loss, wanted = model.step(x, y), loss_of(eager(x), y)
     wanted.backward()
     assert abs(loss - wanted) < 1e-5 and gradients_differ_by(model, eager) < 1e-5
+    return found
 
 
 @pytest.mark.parametrize(
@@ -96,4 +233,29 @@ def test_a_model_trains_with_its_plan(mesh: mf.DeviceMesh) -> None:
 def test_what_is_said_of_mistakes(call: Any, said: str) -> None:
     with pytest.raises(mf.DefinitionError) as found:
         call()
+    assert said in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"roles": {"q": "data"}}, "plan: roles: found axis 'q', needed one of ['dp', 'tp']"),
+        ({"roles": {"dp": "q"}}, "plan: the role of axis dp: found 'q', needed one of ['data', "),
+        ({"roles": 3}, "plan: roles: found 3, needed a dict of roles by axis"),
+        ({"roles": {"dp": "pipeline", "tp": "pipeline"}}, "found several axes for pipelines, needed one"),
+        (
+            {"roles": {"tp": "pipeline"}},
+            "plan: a pipeline over axis tp: found 2 layers, needed one of each of its 4 ranks",
+        ),
+        ({"roles": {"dp": "data"}, "mode": "config"}, "found no role of axis 'tp'"),
+        ({"roles": {"dp": "data"}, "mode": "rule"}, "found roles {'dp': 'data'}, needed none"),
+        ({"mode": "best"}, "plan: mode: found 'best', needed one of ['explore', "),
+        ({"states": -1}, "plan: states: found -1, needed a number from 0 on"),
+        ({"microbatches": 7}, "plan: 7 micro-batches of a batch: found 64 rows"),
+    ],
+    ids=str,
+)
+def test_what_is_said_of_arrangements_that_there_are_not(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(mf.DefinitionError) as found:
+        planned(TWO, 64, 16, 32, **more)
     assert said in str(found.value)

@@ -13,7 +13,10 @@ from ..definition.annotation import layouts_of_spec
 from ..definition.checks import mesh_of_torch
 from ..errors import ArgumentError, SourceLine, user_error
 from ..executor.dtensor import is_dtensor, sharding_of
+from ..runtime.world import World
+from ..sharding.data import shard
 from ..sharding.strided import factors_of
+from ..sharding.value import Sharding
 from .kv_caches import Cached, cache_key, is_cache, with_cache_tensors
 from .plans import ModulePlan, Spec
 
@@ -174,6 +177,27 @@ class Arguments:
             f"{self.names[i]} {list(self.call.leaves[i].shape)} here, {list(shape)} in all"
             for i, shape in self.shapes.items()
         )
+
+
+def shards_of_arguments(
+    plan: ModulePlan, specs: Mapping[str, Spec], names: Sequence[str], whole: Mapping[str, torch.Tensor],
+    line: SourceLine,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Of whole arguments of these names what this rank passes. Raises DefinitionError for other names, ArgumentError
+    for a tensor of other dims than its spec has entries."""
+    rank, found = World.current().rank, dict(whole)
+    for name, tensor in whole.items():
+        if name not in names:
+            raise user_error(f"no argument is called {name!r}", "", f"one of {[*names]}", "", line)
+        spec = specs.get(name)
+        if spec is not None and len(spec) != tensor.ndim:
+            raise user_error(f"argument {name}: one dim per entry of its spec", f"shape {list(tensor.shape)}",
+                             f"{len(spec)} dims, for {list(spec)}", "Pass the whole tensor.", line,
+                             ArgumentError)  # fmt: skip
+        if spec is not None and World.current().size > 1:
+            layouts = layouts_of_spec(name, plan.mesh, spec, tensor.ndim, line)
+            found[name] = shard(tensor, Sharding.make(plan.mesh, layouts, tuple(tensor.shape)), rank)
+    return found
 
 
 def _ranks(layout: Any) -> int:

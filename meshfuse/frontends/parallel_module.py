@@ -23,7 +23,8 @@ from ..runtime.world import World
 from .accumulating import SYNCED, Sync, terms_held
 from .attentions import check_attends
 from .autograd import Runner
-from .calls import Arguments, Call, read_call
+from .automatic.planning import plan as automatic
+from .calls import Arguments, Call, read_call, shards_of_arguments
 from .capture import Captured, captured
 from .context import Context, checked_context
 from .experts import checked_experts, exchanging
@@ -58,6 +59,7 @@ def parallelize(
     backend: str | None = None, max_memory: float | None = None, fallback: str | None = None,
     pipeline: Pipeline | None = None, loss: Callable[[Any, Any], torch.Tensor] | None = None,
     checkpoint: str | Sequence[str] | None = None, experts: Any = None, context: Context | None = None,
+    example: Mapping[str, Any] | None = None,
 ) -> Any:  # fmt: skip
     """Have a module's forward and backward run as programs over a mesh; returns the module itself.
 
@@ -69,7 +71,7 @@ def parallelize(
     plan: where weights lie: a dict of patterns of full names (`{"layers.*.fc1": "colwise", "head.weight": ["tp", None],
         "layers.*.mlp:output": ["dp", None, "tp"]}`), with specs as `fd.mesh_split` takes them, Hugging Face's styles by
         name, or torch's ParallelStyle objects; "hf" for the plan of a model of transformers; or what `mf.plan` has
-        found, which says how inputs are cut as well.
+        found, which says how inputs are cut as well; "auto" for what it finds for `example`, within `max_memory`.
     inputs: by name of the forward's arguments how they are cut. A plain tensor is this rank's shard; a DTensor says its
         own placements. Arguments that are not named are whole on every rank.
     fsdp: how every parameter is cut as well, to be gathered for its use alone: an `mf.FSDP`, or the axes of one.
@@ -84,6 +86,8 @@ def parallelize(
     context: attention over a sequence whose rows are cut over an axis of the mesh (`mf.Context`).
     loss: for `step`: a function of the model's result and a target; None where the model returns a loss itself.
 
+    example: for "auto" the arguments of a step by name, of which shapes and types are read.
+
     Raises DefinitionError for a plan, mesh or names that do not fit the module, ArgumentError for a mesh of other ranks
     than the job has, and RankError where ranks pass different parameters.
     """
@@ -92,6 +96,9 @@ def parallelize(
         _check(module, precision, fallback, line)
         whole = checked_mesh(mesh, line)
         check_world(whole, line)
+        if isinstance(plan, str) and plan == "auto" and example is not None:
+            plan = automatic(module, whole, **example, inputs=inputs, loss=loss, max_memory=max_memory)
+            max_memory = None  # It is what the plan was made for.
         if isinstance(plan, Plan):
             plan.check_mesh(whole, line)
             inputs, pipeline, checkpoint = plan.completed(inputs, pipeline, checkpoint)
@@ -209,6 +216,14 @@ class ParallelModule(nn.Module):
         rank has failed.
         """
         return _stepper_of(self).step(args, kwargs, caller_line())
+
+    def shard_inputs(self, **whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Of whole arguments what this rank passes, by name, as `inputs` or the plan say; all of it without a launcher.
+
+        Raises DefinitionError for names that the forward does not have, ArgumentError for a tensor of other dims.
+        """
+        state: State = getattr(self, STATE)
+        return shards_of_arguments(state.plan, state.options.inputs, [*state.names, TARGET], whole, caller_line())
 
     def schedule(self) -> Schedule:
         """The order in which ranks work off a step; printing it shows a picture, and how much of it is idle."""

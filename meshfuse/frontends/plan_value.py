@@ -48,6 +48,10 @@ class Plan:
         on the ranks of their stage.
     seconds: the modelled time of a step.
     memory: the most bytes that a rank holds of weights, gradients, an optimiser's states and activations, as modelled.
+    idle, moving, peak: the part of it in which ranks wait for stages; seconds of it in which tensors move inside of a
+        stage, nothing overlapped; the part of the mesh's operations per second that it makes use of.
+    held: by rank of the pipeline's axis the bytes that it holds.
+    loads: by stage the seconds of its work on a micro-batch.
     pipeline_axis, schedule, virtual, microbatches, cut: as of `mf.Pipeline`; "" for no stages.
     recomputes: whether the activations inside of each layer are computed again in the backward.
     experts: the modules whose experts rows of tokens are sent to.
@@ -63,6 +67,11 @@ class Plan:
     inputs: Mapping[str, Spec]
     seconds: float
     memory: float
+    idle: float = 0.0
+    moving: float = 0.0
+    peak: float = 0.0
+    held: tuple[float, ...] = ()
+    loads: tuple[float, ...] = ()
     pipeline_axis: str = ""
     schedule: str = "1f1b"
     virtual: int = 1
@@ -146,6 +155,7 @@ class Plan:
             read = {name: value for name, value in json.loads(Path(path).read_text()).items() if name in _KEPT}
             for part in ("parameters", "inputs"):
                 read[part] = {name: tuple(spec) for name, spec in read[part].items()}
+            read |= {name: tuple(read[name]) for name in ("held", "loads")}
             read |= {"axes": tuple(read["axes"].items()), "cut": tuple(read["cut"]), "experts": tuple(read["experts"])}
             return cls(**{**read, "alternatives": tuple(Alternative(**each) for each in read["alternatives"])})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -166,12 +176,15 @@ class Plan:
                              "Plan for this mesh.", line)  # fmt: skip
 
     def __str__(self) -> str:
-        rows = [f"{name!r}: {list(spec)}," for name, spec in _folded(self.parameters).items()]
+        rows = [f"    {name!r}: {list(spec)}," for name, spec in _folded(self.parameters).items()]
         inputs = ", ".join(f"{name!r}: {list(spec)}" for name, spec in self.inputs.items())
-        tail = f"a step takes {duration(self.seconds)} modelled, and a rank holds {number(self.memory)} bytes"
-        found = [self.family, "plan={", *(f"    {row}" for row in rows), "}", f"inputs={{{inputs}}}", *self._said()]
         others = [f"    {each}" for each in self.alternatives]
-        return "\n".join([*found, tail, self._proof(), *(["not taken:", *others] if others else [])])
+        return "\n".join([
+            self.family, "plan={", *rows, "}", f"inputs={{{inputs}}}", *self._said(),
+            f"a step takes {duration(self.seconds)} modelled, and a rank holds {number(self.memory)} bytes",
+            f"{self.idle:.0%} idle, {duration(self.moving)} of moving tensors, {self.peak:.0%} of peak operations",
+            *self._of_stages(), self._proof(), *(["not taken:", *others] if others else []),
+        ])  # fmt: skip
 
     def _said(self) -> list[str]:
         """What else to pass to `mf.parallelize`."""
@@ -183,6 +196,13 @@ class Plan:
         if self.recomputes:
             found.append(f"checkpoint={self.checkpoint!r}")
         return found
+
+    def _of_stages(self) -> list[str]:
+        """What each rank of the pipeline's axis holds and does."""
+        if len(self.held) < 2:
+            return []
+        held, loads = (", ".join(map(say, each)) for say, each in ((number, self.held), (duration, self.loads)))
+        return [f"bytes held by the ranks of {self.pipeline_axis}: {held}", f"work of a micro-batch by stage: {loads}"]
 
     @property
     def checkpoint(self) -> str | None:

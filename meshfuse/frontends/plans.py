@@ -152,7 +152,8 @@ def _entries(module: nn.Module, plan: Any, line: SourceLine) -> Mapping[str, Any
     if plan == "auto":
         raise user_error(
             'parallelize: plan="auto"', "no shapes of arguments, which the best plan depends on",
-            "what mf.plan returns", "Pass plan=mf.plan(model, mesh, *arguments).", line,
+            "what mf.plan returns",
+            "Pass plan=mf.plan(model, mesh, *arguments), or example= with the arguments by name.", line,
         )  # fmt: skip
     if plan != "hf":
         raise user_error("parallelize: plan", shown(plan), '"hf", or a dict of patterns of full names', "", line)

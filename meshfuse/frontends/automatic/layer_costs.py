@@ -17,6 +17,7 @@ class LayerCost:
 
     forward, backward: seconds. moving: those of them in which tensors move between ranks.
     ideal: seconds of the computation if it were spread evenly over ranks.
+    peak: seconds of the operations at the full rate of all ranks.
     once: seconds, once in a step, of summing gradients over ranks and bringing them to where they are left.
     weights, gradients, states: bytes of parameters, of their gradients and of what an optimiser keeps.
     kept: bytes that the forward keeps for the backward.
@@ -27,6 +28,7 @@ class LayerCost:
     backward: float = 0.0
     moving: float = 0.0
     ideal: float = 0.0
+    peak: float = 0.0
     once: float = 0.0
     weights: float = 0.0
     gradients: float = 0.0
@@ -163,8 +165,9 @@ class _Reader:
         elif not statement.placement.step:
             node = self.graph.nodes[statement.node]
             work, placement = Roofline(node.call, stored_by(node, self.stored)), statement.placement
-            ideal = work.least(placement.results[0].mesh)
-            self._add(place, ideal=ideal, **{half: work.seconds(placement)})
+            mesh = placement.results[0].mesh
+            at_peak = node.call.op.flops(node.call) / (mesh.flops * mesh.size)
+            self._add(place, ideal=work.least(mesh), peak=at_peak, **{half: work.seconds(placement)})
 
     def _add_bytes(self, border: int) -> None:
         for v in self.resharded.inputs:

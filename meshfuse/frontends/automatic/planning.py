@@ -12,7 +12,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,9 +32,11 @@ from ..plan_value import Alternative, Plan, axes_in
 from ..plans import ModulePlan, Spec, checked_specs, module_plan
 from .few_layers import FewLayers
 from .pricing import Model, Pricer
-from .roles import checked_roles
+from .roles import PIPELINE, checked_roles
 from .search import Found, Passed, Search
 
+# Times that differ by less than this factor are said to be the same.
+_SAME = 1.001
 MODES = ("explore", "config", "rule")
 
 
@@ -80,7 +81,7 @@ def plan(
         kept = {n: spec for n, spec in given.parameters.items() if rule or axes_in(spec) or _is_kept(n, keep)}
         model = _model(whole, module, found, (args, kwargs), names, specs, kept, states, line)
         model = _by_rule(model) if rule else model
-        _check_parts(model, microbatches, line)
+        _check_parts(model, asked, found, microbatches, line)
         limit = math.inf if max_memory is None else float(max_memory)
         return _found(Search(Pricer(model, found, asked), limit, microbatches, not rule), line)
 
@@ -102,8 +103,16 @@ def _check(
             raise user_error(f"plan: {name}", shown(value), f"a number from {least} on", "", line)
 
 
-def _check_parts(model: Model, microbatches: int | None, line: SourceLine) -> None:
+def _check_parts(
+    model: Model, roles: Mapping[str, str], mesh: DeviceMesh, microbatches: int | None, line: SourceLine
+) -> None:  # fmt: skip
     rows = model.rows if model.is_elastic else 1
+    for axis in (axis for axis, role in roles.items() if role == PIPELINE):
+        if len(model.few.names) < mesh.axis_size(axis):
+            raise user_error(
+                f"plan: a pipeline over axis {axis}", f"{len(model.few.names)} layers",
+                f"one of each of its {mesh.axis_size(axis)} ranks at least", "Give the axis another role.", line,
+            )  # fmt: skip
     if microbatches is not None and rows % microbatches:
         raise user_error(
             f"plan: {microbatches} micro-batches of a batch", f"{rows} rows" if model.is_elastic else
@@ -186,7 +195,8 @@ def _as_plan(search: Search, best: Found) -> Plan:
     few, mesh = pricer.model.few, pricer.mesh
     return Plan(
         tuple(zip(mesh.names, mesh.shape, strict=True)), _of_all_layers(pricer, best), best.layered.arguments,
-        best.seconds, best.memory, how.axis, how.schedule, how.virtual, how.microbatches,
+        best.seconds, best.memory, best.cost.idle, best.cost.moving, best.cost.peak, best.cost.held, best.cost.loads,
+        how.axis, how.schedule, how.virtual, how.microbatches,
         tuple(few.names[i] for i in best.cost.cuts), how.recomputes, _experts(pricer), best.layered.gap,
         _alternatives(search, best), None if math.isinf(search.limit) else search.limit,
         functools.partial(_again, pricer, search.limit),
@@ -211,29 +221,32 @@ def _again(
 ) -> Plan:  # fmt: skip
     """The best plan under roles of axes; what it holds may be over the limit."""
     asked = checked_roles(roles, pricer.mesh, line)
-    search = Search(replace(pricer, roles=asked, steps={}, known={}), math.inf, microbatches)
+    _check_parts(pricer.model, asked, pricer.mesh, microbatches, line)
+    search = Search(pricer.under(asked), math.inf, microbatches)
     found = search.run()
     assert found is not None
     return _as_plan(search, found)
 
 
 def _alternatives(search: Search, best: Found) -> tuple[Alternative, ...]:
-    """The best of other arrangements, and why they were not taken."""
-    priced = [_alternative(found, best, search.limit) for found in search.others if found is not best]
-    return (*priced, *(_not_planned(passed, best) for passed in search.passed))
+    """The best of other arrangements and roles of axes, and why they were not taken."""
+    others = {(f"stages over {f.arrangement.axis}" if f.arrangement.axis else "no stages"): f for f in search.others}
+    others |= dict(search.under_roles(best))
+    priced = [_alternative(name, found, best, search.limit) for name, found in others.items() if found is not best]
+    return (*priced, *(_not_planned(passed) for passed in search.passed))
 
 
-def _alternative(found: Found, best: Found, limit: float) -> Alternative:
-    how = found.arrangement
-    name = f"stages over {how.axis}" if how.axis else "no stages"
+def _alternative(name: str, found: Found, best: Found, limit: float) -> Alternative:
     if found.memory > limit:
-        why = f"holds {number(found.memory)} bytes"
+        why = f"holds {number(found.memory - limit)} bytes too much"
+    elif found.seconds < best.seconds * _SAME:
+        why = "takes as long"
     else:
         idle, moving = found.cost.idle * found.seconds, found.cost.moving
         why = f"{duration(moving)} of moving tensors" if moving > idle else f"{found.cost.idle:.0%} idle"
     return Alternative(name, found.seconds, found.memory, why)
 
 
-def _not_planned(passed: Passed, best: Found) -> Alternative:
+def _not_planned(passed: Passed) -> Alternative:
     why = "idles too long with any number of micro-batches"
     return Alternative(f"stages over {passed.axis}", passed.seconds, None, why)

@@ -88,6 +88,10 @@ class Pricer:
     steps: dict[Arrangement, OpenStep] = field(default_factory=dict)
     known: dict[tuple[Arrangement, float], Layered] = field(default_factory=dict)
 
+    def under(self, roles: Mapping[str, str]) -> Pricer:
+        """The same under other roles of axes."""
+        return dataclasses.replace(self, roles=roles, known={})
+
     def stage_mesh(self, axis: str) -> DeviceMesh:
         """The ranks of one stage."""
         return mesh_at(self.mesh, axis, 0)
@@ -98,7 +102,7 @@ class Pricer:
         if asked not in self.steps:
             self.steps[asked] = self._opened(asked)
         if (asked, price) not in self.known:
-            self.known[asked, price] = self.steps[asked].placed(price, self.prices)
+            self.known[asked, price] = self.steps[asked].placed(price, self)
         return self.known[asked, price]
 
     def _opened(self, asked: Arrangement) -> OpenStep:
@@ -135,9 +139,11 @@ class OpenStep:
     said: Callable[[Source, Sharding | None], Spec]
     names: Mapping[int, str]
 
-    def placed(self, price: float, prices: Prices) -> Layered:
+    def placed(self, price: float, pricer: Pricer) -> Layered:
         """The best plan at a price of memory, and what its layers take."""
-        found = place_inputs(self.graph, self.mesh, dataclasses.replace(self.inputs, price=price), prices)
+        places = {i: pricer.fitting(self.sources[i], each) for i, each in self.inputs.places.items()}
+        opened = dataclasses.replace(self.inputs, places=places, price=price)
+        found = place_inputs(self.graph, self.mesh, opened, pricer.prices)
         there = found.inputs | found.followers
         graph, plan = self.graph.annotated(there), found.plan
         sharded = ShardedDefinition(graph, plan.choices, {**plan.shardings, **there}, plan.gap)
@@ -173,10 +179,9 @@ class OpenWriter(JointWriter):
         graph = dataclasses.replace(graph, annotations=without(graph.annotations, inputs.follow))
         weights = frozenset(i for i, source in sources.items() if source.kind == "parameter")
         of_weights = {end: weight for end, weight in pairs.items() if weight in weights}
-        places = {i: pricer.fitting(sources[i], each) for i, each in inputs.places.items()}
         states = pricer.model.states
         more = dict.fromkeys(weights, states)
-        inputs = dataclasses.replace(inputs, places=places, more=more, share=1 / microbatches)
+        inputs = dataclasses.replace(inputs, more=more, share=1 / microbatches)
         forward = {made.values[node].id for node in self.cut.forward if hasattr(made.values.get(node), "id")}
         few = pricer.model.few
         shared = Shared(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from ...plans.within_memory import fastest_within
 from .pricing import Layered, Pricer
-from .roles import PIPELINE
+from .roles import DATA, FULLY_SHARDED, PIPELINE, TENSOR
 from .step_cost import Arrangement, StepCost, expanded, step_cost
 
 # The schedules that are compared: those that are in use for large models. Others are asked for by `mf.Pipeline`.
@@ -71,6 +71,16 @@ class Search:
             self._try(axis)
         return self.best
 
+    def under_roles(self, best: Found) -> Iterator[tuple[str, Found]]:
+        """The best arrangement with one axis in another role, in words and as it is priced."""
+        mesh = self.pricer.stage_mesh(best.arrangement.axis)
+        for axis in (a for a, n in zip(mesh.names, mesh.shape, strict=True) if n > 1 and a not in self.pricer.roles):
+            for role in (DATA, FULLY_SHARDED, TENSOR):
+                pricer = self.pricer.under({**self.pricer.roles, axis: role})
+                found = replace(self, pricer=pricer)._priced(best.arrangement)
+                if found.cost != best.cost:
+                    yield f"{axis}: {role}", found
+
     def _axes(self) -> Iterator[str]:
         """The axes that may have stages, "" for none. Of axes that are alike the first one."""
         mesh, roles = self.pricer.mesh, self.pricer.roles
@@ -99,16 +109,15 @@ class Search:
 
     def _try(self, axis: str) -> None:
         ranks = self.pricer.mesh.axis_size(axis) if axis else 1
-        counts = self._counts(ranks)
-        before = self.best
-        if axis and not any(self._may_win(ranks, m) for m in counts):
-            self.passed.append(Passed(axis, self._idling(ranks, counts[-1])))
+        every = self._counts(ranks)
+        counts = [m for m in every if not axis or self._may_win(ranks, m)]
+        if not counts:
+            self.passed.append(Passed(axis, self._idling(ranks, every[-1])))
             return
-        found = self._fastest(Arrangement(axis, ranks, microbatches=counts[0]), counts) if axis else self._flat(counts)
-        if found is not None and found.memory <= self.limit and (before is None or found.seconds < before.seconds):
+        found = self._fastest(Arrangement(axis, ranks), counts) if axis else self._as_few_as_fit(Arrangement(), counts)
+        self.others.append(found)
+        if found.memory <= self.limit and (self.best is None or found.seconds < self.best.seconds):
             self.best = found
-        if found is not None:
-            self.others.append(found)
 
     def _idling(self, ranks: int, microbatches: int) -> float:
         """Seconds of a step at the least: no tensor moves, and stages wait for the first micro-batch alone."""
@@ -123,38 +132,43 @@ class Search:
     def _may_win(self, ranks: int, microbatches: int) -> bool:
         return self.best is None or self._idling(ranks, microbatches) < self.best.seconds
 
-    def _flat(self, counts: Sequence[int]) -> Found:
-        """All ranks at all layers: the whole batch at once, or in ever smaller parts as long as that holds too much."""
-        found = self._of(Arrangement(microbatches=counts[0]))
-        for microbatches in counts[1:]:
-            if found.memory <= self.limit:
-                return found
-            smaller = self._of(Arrangement(microbatches=microbatches))
-            if smaller.memory >= found.memory:
-                return found
-            found = smaller
+    def _as_few_as_fit(self, start: Arrangement, counts: Sequence[int]) -> Found:
+        """With as few micro-batches as fit into memory: more of them hold less."""
+        found = self._of(replace(start, microbatches=counts[0]))
+        if found.memory <= self.limit or len(counts) == 1:
+            return found
+        over, fits = 0, len(counts) - 1
+        found = self._of(replace(start, microbatches=counts[fits]))
+        while found.memory <= self.limit and fits - over > 1:
+            middle = (over + fits) // 2
+            tried = self._of(replace(start, microbatches=counts[middle]))
+            if tried.memory <= self.limit:
+                found, fits = tried, middle
+            else:
+                over = middle
         return found
 
-    def _fastest(self, start: Arrangement, counts: Sequence[int]) -> Found | None:
+    def _fastest(self, start: Arrangement, counts: Sequence[int]) -> Found:
         """With the number of micro-batches at which a step takes least time, going up or down from four per stage.
 
         More of them idle less and start more work that is smaller: times fall and then rise.
         """
         at = min(range(len(counts)), key=lambda i: abs(math.log2(counts[i] / (4 * start.ranks))))
-        tried: dict[int, Found | None] = {}
+        first = self._as_few_as_fit(start, counts[at:])
+        if first.memory > self.limit:
+            return first
+        at = counts.index(first.arrangement.microbatches)
+        tried = {at: first}
 
         def better(place: int, other: int) -> bool:
-            for i in (place, other):
-                if i not in tried and 0 <= i < len(counts):
-                    may = self._may_win(start.ranks, counts[i])
-                    tried[i] = self._of(replace(start, microbatches=counts[i])) if may else None
-            new, old = tried.get(place), tried.get(other)
-            return new is not None and (old is None or self._key(new) < self._key(old))
+            if place not in tried and 0 <= place < len(counts):
+                tried[place] = self._of(replace(start, microbatches=counts[place]))
+            return place in tried and self._key(tried[place]) < self._key(tried[other])
 
         for step in (1, -1):
             while better(at + step, at):
                 at += step
-        return tried.get(at)
+        return tried[at]
 
     def _key(self, found: Found) -> tuple[float, float]:
         """What is less for a better arrangement: how much too much it holds, and then its seconds."""

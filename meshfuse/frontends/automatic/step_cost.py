@@ -41,13 +41,16 @@ class StepCost:
     """seconds: of a step. memory: bytes of the rank that holds most, by stage in `held`.
 
     idle: the part of the time in which ranks wait for stages. moving: seconds in which tensors move inside of a stage.
-    cuts: the number of the layer that each stage but the first begins with. loads: seconds of each stage's work.
+    peak: the part of the operations that ranks could do in this time that a step has.
+    cuts: the number of the layer that each stage but the first begins with. loads: seconds of each stage's work on a
+        micro-batch.
     """
 
     seconds: float
     memory: float
     idle: float
     moving: float
+    peak: float
     cuts: tuple[int, ...]
     loads: tuple[float, ...]
     held: tuple[float, ...]
@@ -66,9 +69,11 @@ def step_cost(costs: LayerCosts, few: FewLayers, arrangement: Arrangement, link:
     once = [sum(stages[s].once for s in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
     held = tuple(_held(schedule, rank, stages) + costs.working for rank in range(schedule.ranks))
     makespan = schedule.makespan(lasts)
+    seconds, parts = makespan + max(once), arrangement.microbatches
+    work = sum(stage.peak for stage in stages) * parts / arrangement.ranks
     return StepCost(
-        makespan + max(once), max(held), schedule.bubble(lasts) * makespan / (makespan + max(once)),
-        max(stage.moving for stage in stages) * arrangement.microbatches + max(once), tuple(cuts),
+        seconds, max(held), schedule.bubble(lasts) * makespan / seconds,
+        max(stage.moving for stage in stages) * parts + max(once), work / seconds, tuple(cuts),
         tuple(stage.seconds for stage in stages), held,
     )  # fmt: skip
 
