@@ -19,7 +19,7 @@ from ..mesh import DeviceMesh
 from ..sharding.layout import axes
 from ..sharding.value import Sharding
 from .calls import Arguments, read_call
-from .capture import Source
+from .captured_graph import Source
 from .joint import JointWriter
 from .patterns import matches
 from .pipeline.with_loss import TARGET, WithLoss, captured_loss

@@ -24,7 +24,8 @@ from .accumulating import SYNCED, Sync, terms_held
 from .attentions import check_attends
 from .autograd import Runner
 from .calls import Arguments, Call, read_call
-from .capture import Captured, captured
+from .capture import captured
+from .captured_graph import Captured
 from .context import Context, checked_context
 from .experts import checked_experts, exchanging
 from .explaining import explained
