@@ -24,8 +24,9 @@ from .distributed import ModuleFacts, Placed, ResultOf
 from .dref import DRef
 from .errors import SessionError
 
-# A function of `worker_module`, which workers load with their first model: capturing takes torch's compiler.
-_on_workers = functools.partial(NamedFunction, "meshfuse.session.worker_module")
+# What models need on workers, and not here: capturing takes torch's compiler. It is loaded with the first model.
+_WORKERS = "meshfuse.session.worker_module"
+_on_workers = functools.partial(NamedFunction, _WORKERS)
 
 
 class RemoteModule:
@@ -242,6 +243,7 @@ def load_module(
         raise user_error("load_module: mesh", shown(mesh), f"an mf.DeviceMesh of all {len(wanted)} workers", "",
                          caller_line(), ArgumentError)  # fmt: skip
     number = torch.initial_seed() % (1 << 62) if seed is None else seed
+    session._import_late(_WORKERS)
     plain = session.call(_on_workers("make_plain"), make, tuple(args), dict(kwargs or {}), number)
     session.sync()  # Where one worker cannot make it, the others must not wait for that one.
     hold(session)
