@@ -37,9 +37,14 @@ def window_step(src: Sharding, dst: Sharding, window: Window | Reordering) -> St
 def _indices(step: Step, rank: int) -> tuple[tuple[lay.Runs, ...], tuple[lay.Runs, ...]]:
     """Of one dim, what a rank has and what it wants of what exists, both as indices of the target."""
     assert step.window is not None
-    everywhere = step.window.to_target(tuple(((0, n),) for n in step.window.source_shape))
-    wanted = tuple(map(lay.intersect, step.wanted((), rank), everywhere))
+    wanted = tuple(map(lay.intersect, step.wanted((), rank), _existing(step.window)))
     return step.window.to_target(step.held((), rank)), wanted
+
+
+@functools.lru_cache(maxsize=1 << 8)
+def _existing(window: Window | Reordering) -> tuple[lay.Runs, ...]:
+    """All of the source, as indices of the target."""
+    return window.to_target(tuple(((0, n),) for n in window.source_shape))
 
 
 @functools.lru_cache(maxsize=1 << 12)
