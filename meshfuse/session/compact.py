@@ -58,6 +58,9 @@ class NamedFunction:
     def __name__(self) -> str:
         return self.name
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return named(self.module, self.name)(*args, **kwargs)
+
     def __reduce__(self) -> Any:
         return named, (self.module, self.name)
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ..definition.annotation import layouts_of_spec
 from ..errors import ArgumentError, caller_line, shown, user_error
-from ..frontends.calls import names_of_leaves
+from ..frontends.leaf_names import names_of_leaves
 from ..mesh import DeviceMesh
 from ..sharding.data import shard
 from ..sharding.value import Sharding

@@ -16,7 +16,7 @@ from .. import checkpoint
 from ..errors import ArgumentError, shown, user_error
 from ..executor.dtensor import is_dtensor
 from ..frontends.autograd import Runner
-from ..frontends.calls import names_of_leaves
+from ..frontends.leaf_names import names_of_leaves
 from ..frontends.module_state import STATE, State
 from ..frontends.parallel_module import parallelize, rejoin, seed_draws
 from ..mesh import DeviceMesh
