@@ -32,7 +32,7 @@ class WrittenDefinition:
 
     recording: Recording
     ops: OpNamespace
-    _fusion: Fusion
+    _fusion: Any  # a Fusion; another front end has one of its own
 
     # define
 
