@@ -21,8 +21,8 @@ settings.register_profile(
 settings.register_profile("fuzz", max_examples=2000, print_blob=True, deadline=None, suppress_health_check=_SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# Two tests run at a time on as many cores, on small tensors: more threads of torch's only wait for each other. (It is
-# read when torch is loaded, which is later, and by processes that tests start.)
+# At least as many tests run at a time as there are cores, on small tensors: more threads of torch's only wait for each
+# other. (It is read when torch is loaded, which is later, and by processes that tests start.)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Each process that tests start would compile all of meshfuse anew, which takes a second.
@@ -137,11 +137,17 @@ def over_whole_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshfuse.planner.effort.Effort.in_parts", lambda *_: False)
 
 
-# Tests that run one after another, in one process: those of real ranks, which share pools of ranks, and each of which
-# uses all cores, and those that share what takes long to make. All others go wherever there is room.
+# Tests of whole jobs, most of which wait for what befalls these: a limit, a signal, the end of a rank.
+_JOBS = (
+    "collective_order", "device_watchdog", "ending", "failures", "faults", "launcher_faults", "launching", "link_probe",
+    "notices", "plans_of_ranks", "restarts",
+)  # fmt: skip
+# Tests that run one after another, in one process: those of real ranks, of jobs and of others, which share pools of
+# ranks and use all cores, and those that share what takes long to make. All others go wherever there is room.
 _TOGETHER = {
-    "/ranks/": "ranks", "/session/": "session", "/test_backends.py": "Inductor", "compiled_segments": "Inductor",
-    "/test_example_training.py": "training",
+    **{f"/ranks/test_{name}.py": "jobs" for name in _JOBS}, "/ranks/": "ranks", "/session/": "session",
+    "/test_backends.py": "Inductor", "compiled_segments": "Inductor", "/test_example_training.py": "training",
+    "/thunder/test_models.py": "models of Thunder", "/thunder/": "Thunder",
 }  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,20 @@ import meshfuse
 ROOT = Path(meshfuse.__file__).parent
 # A backend is loaded when it is chosen: nvFuser may be missing, and Inductor takes a second.
 LATE = {("backends.assignment", "backends.inductor"), ("backends.assignment", "backends.nvfuser.backend")}
+
+
+# What takes torch, or others, a second to load, and is loaded where it is used: torch's compiler and its exporter, with
+# what these use, DTensors and torch's checkpoints.
+HEAVY = (
+    "torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd", "torch.fx.experimental.symbolic_shapes",
+    "torch.distributed.tensor", "torch.distributed.checkpoint", "sympy", "networkx", "transformers", "jax",
+)  # fmt: skip
+# What loads none of it: all but capturing a model (`mf.parallelize`, `mf.compile`), saving and loading.
+LIGHT = (
+    "meshfuse.fusion_definition", "meshfuse.compiler", "meshfuse.testing", "meshfuse.nvfuser_direct",
+    "meshfuse.runtime.launcher", "meshfuse.checkpoint", "meshfuse.session", "meshfuse.session.forkserver",
+    "meshfuse.session.remote", "meshfuse.frontends.plans", "meshfuse.frontends.placing",
+)  # fmt: skip
 
 
 def name_of(path: Path) -> str:
@@ -55,3 +71,11 @@ def test_the_runtime_knows_ranks_and_meshes_but_no_definition() -> None:
         if module.startswith("runtime."):
             found = {target for node in imports(ast.parse(path.read_text()).body) for target in targets(module, node)}
             assert {target.split(".")[0] for target in found} <= known, module
+
+
+def test_what_is_loaded_late_is_loaded_by_what_uses_it_alone() -> None:
+    look = f"print(*({set(HEAVY)} & sys.modules.keys()))"
+    late = "import meshfuse.frontends.capture, meshfuse.checkpoint.api"
+    code = f"import sys, {', '.join(LIGHT)}\n{look}\n{late}\n{look}"
+    before, after = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
+    assert not before and {"torch._dynamo", "torch.distributed.checkpoint"} <= set(after.split())

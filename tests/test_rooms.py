@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def _imports(name: str, path: Path, modules: Mapping[str, Path]) -> Iterator[str
                 yield next((m for m in (".".join([*base, alias.name]), ".".join(base)) if m in modules), "__init__")
 
 
+@functools.cache
 def _graph() -> dict[str, set[str]]:
     modules = _modules()
     return {name: set(_imports(name, path, modules)) - {name} for name, path in modules.items()}

@@ -15,6 +15,7 @@ import torch
 
 from ..argument_checks import is_text
 from ..errors import ArgumentError, CheckpointError, MeshfuseError, caller_line, error_text, located, shown, user_error
+from ..executor.modes import on_cpu
 from ..executor.spmd import sum_of_bits
 from ..kernels.user_functions import settled
 from ..long_work import saying
@@ -50,7 +51,7 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, timeout: flo
     RankError where ranks fail or pass different things.
     """
     team = _Team(World.current(), timeout, "save")
-    with located(caller_line()), team.lock, torch.device("cpu"):
+    with located(caller_line()), team.lock, on_cpu():
         folder = _folder(path)
         with saying(f"saving {folder}"):
             entries, values = team.each("reading what to save", lambda: _read_state(state))
@@ -78,7 +79,7 @@ def load(
     another dtype or shape, or two names have other values in the same memory, and RankError where ranks fail.
     """
     team = _Team(World.current(), timeout, "load")
-    with located(caller_line()), team.lock, torch.device("cpu"):
+    with located(caller_line()), team.lock, on_cpu():
         home = _folder(path)
         if not isinstance(wanted, (Mapping, type(None))):
             raise user_error("load: what is wanted", shown(wanted), "a dict by name, or None for all",

@@ -9,22 +9,21 @@ from typing import Any
 import torch
 
 from ..errors import SourceLine, user_error
-from .capture import Captured
+from .captured_graph import Captured
 from .context import Context
 from .cut import base_name, is_view
 from .fsdp import without_axes
 from .lines import line_of
 from .plans import axes_in
+from .sdpa import BACKWARD, ENTER, FORWARD, LEAVE
 from .sizes import Sizes
 from .spread import Spread
 from .steps import Setting
 
 Node = torch.fx.Node
-_FORWARD, _BACKWARD = torch.ops.meshfuse.attention.default, torch.ops.meshfuse.attention_backward.default
-_ENTER, _LEAVE = torch.ops.meshfuse.enter_attention.default, torch.ops.meshfuse.leave_attention.default
 # By op the places of its query, key, value and, of its backward, of the output's gradient.
-_FORWARDS = {0: "query", 1: "key", 2: "value"}
-_NAMES = {_FORWARD: _FORWARDS, _BACKWARD: {**{place + 1: name for place, name in _FORWARDS.items()}, 0: "gradient"}}
+_OPERANDS = {0: "query", 1: "key", 2: "value"}
+_NAMES = {FORWARD: _OPERANDS, BACKWARD: {**{place + 1: name for place, name in _OPERANDS.items()}, 0: "gradient"}}
 _OUTPUT = 5  # The place of attention's output among what its backward reads.
 _DIMS = 4  # Of a query: batch, heads, rows, width.
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "linear", "matmul"))
@@ -32,7 +31,7 @@ _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "linear", "matmul"))
 
 def check_attends(graph: Captured, context: Context | None, line: SourceLine) -> None:
     """Raises DefinitionError where there is a context, and no attention in a captured graph."""
-    if context is not None and not graph.module.graph.find_nodes(op="call_function", target=_FORWARD):
+    if context is not None and not graph.module.graph.find_nodes(op="call_function", target=FORWARD):
         raise user_error(
             "parallelize: context for a model without attention",
             "no call of torch.nn.functional.scaled_dot_product_attention",
@@ -51,12 +50,12 @@ def with_borders(graph: Captured, method: str) -> Captured:
     made.output(made.graph_copy(graph.module.graph, copies))
     entered: dict[tuple[Node, Node], Node] = {}
     left: dict[Node, Node] = {}
-    for node in made.find_nodes(op="call_function", target=_BACKWARD):
+    for node in made.find_nodes(op="call_function", target=BACKWARD):
         node.update_arg(_OUTPUT, _base(node.args[_OUTPUT]))  # as attention has made it
     for target, names in _NAMES.items():
         for node in made.find_nodes(op="call_function", target=target):
             _enter(node, names, entered)
-            left.update(_left(node, target is _FORWARD, method == "ring"))
+            left.update(_left(node, target is FORWARD, method == "ring"))
     copies = {old: left.get(new, new) for old, new in copies.items()}
     return replace(
         graph, module=torch.fx.GraphModule(graph.module, made),
@@ -70,11 +69,11 @@ def _enter(node: Any, names: Mapping[int, str], entered: dict[tuple[Node, Node],
 
     entered: those that are there already, by the operand and the attention: its backward reads the same.
     """
-    owner = node if node.target is _FORWARD else node.args[_OUTPUT].args[0]
+    owner = node if node.target is FORWARD else node.args[_OUTPUT].args[0]
     for place, name in names.items():
         given = node.args[place]
         if (given, owner) not in entered:
-            made = entered[given, owner] = _inserted(node, f"attention_{name}", _ENTER, (given,))
+            made = entered[given, owner] = _inserted(node, f"attention_{name}", ENTER, (given,))
             made.meta = {**node.meta, "val": given.meta["val"]}
         node.update_arg(place, entered[given, owner])
 
@@ -84,10 +83,10 @@ def _left(node: Any, is_forward: bool, is_view: bool) -> Iterator[tuple[Node, No
     names = ("output",) if is_forward else ("query_gradient", "key_gradient", "value_gradient")
     for x in [x for x in node.users if x.args[1] < len(names)]:
         readers = list(x.users)
-        made = _inserted(x.next, f"attention_{names[x.args[1]]}", _LEAVE, (x, is_view))
+        made = _inserted(x.next, f"attention_{names[x.args[1]]}", LEAVE, (x, is_view))
         made.meta = dict(x.meta)
         for user in readers:
-            saved = user.args[_OUTPUT] if user.target is _BACKWARD else None
+            saved = user.args[_OUTPUT] if user.target is BACKWARD else None
             user.replace_input_with(x, made)
             if saved is x:
                 user.update_arg(_OUTPUT, x)
@@ -101,7 +100,7 @@ def _inserted(before: Node, name: str, target: Any, args: tuple[Any, ...]) -> No
 
 def in_words(nodes: Iterable[Node], found: Mapping[Node, Spread]) -> dict[str, str]:
     """By name of an attention among nodes how it lies."""
-    attentions = [node for node in nodes if node.target is _FORWARD]
+    attentions = [node for node in nodes if node.target is FORWARD]
     return {line_of(node).name: str(found.get(node, "as the planner finds")) for node in attentions}
 
 
@@ -124,7 +123,7 @@ def spreads(
             cut = {axis for name in _weights(query, parameters) for axis in _axes_of_use(setting, name)}
             made = _spread(setting, [_shape(x, sizes) for x in (query, key)], args[-3:], cut)
             if made is not None:
-                ends = [x for result in node.users for x in result.users if x.target is _LEAVE]
+                ends = [x for result in node.users for x in result.users if x.target is LEAVE]
                 found.update(dict.fromkeys((node, *(args[place] for place in names), *ends), made))
     return found
 

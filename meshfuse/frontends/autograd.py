@@ -13,7 +13,7 @@ from ..executor.dtensor import is_dtensor, settled
 from ..runtime.world import World
 from ..sharding.value import Sharding
 from .calls import Call
-from .capture import Captured, Source
+from .captured_graph import Captured, Source
 from .placing import Place, Places
 from .steps import Half, Step
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .capture import Captured, Source
+from .captured_graph import Captured, Source
 from .cut import Cut, Reads
 
 Node = torch.fx.Node

@@ -18,6 +18,7 @@ from ..sharding.data import shard
 from ..sharding.strided import factors_of
 from ..sharding.value import Sharding
 from .kv_caches import Cached, cache_key, is_cache, with_cache_tensors
+from .leaf_names import names_of_leaves
 from .plans import ModulePlan, Spec
 
 
@@ -207,12 +208,6 @@ def _ranks(layout: Any) -> int:
     return found
 
 
-def names_of_leaves(parameters: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """What each leaf of a call's arguments is called: the argument's name, and the path in it."""
-    paths, _ = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
-    return [_name(parameters, path) for path, _ in paths]
-
-
 def _names(parameters: Sequence[str], call: Call) -> list[str]:
     """What each leaf is called, and the tensors of caches behind them."""
     count = call.tree.num_leaves
@@ -221,13 +216,3 @@ def _names(parameters: Sequence[str], call: Call) -> list[str]:
         parts = ("keys", "values", "length")
         names += [f"{names[cached.place]}.{layer}.{part}" for layer in range(cached.layers) for part in parts]
     return names
-
-
-def _name(parameters: Sequence[str], path: Sequence[Any]) -> str:
-    side, first, *rest = path
-    keys = [str(getattr(key, "idx", getattr(key, "key", key))) for key in rest]
-    if side.idx == 0:
-        head = str(parameters[first.idx]) if first.idx < len(parameters) else f"argument {first.idx}"
-    else:
-        head = str(first.key)
-    return ".".join([head, *keys])

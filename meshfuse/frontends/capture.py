@@ -11,7 +11,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,52 +27,11 @@ from torch.utils import _pytree as pytree
 
 from ..errors import MeshfuseError, SourceLine, user_error
 from ..long_work import saying
+from .captured_graph import Captured, Source
 from .decompositions import decompositions
 from .functions import others_captured
 from .hugging_face import install_recorders, without_new_caches
 from .kv_caches import INNER, a_new_cache
-
-Tree = Any
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What an input of the graph is, or what an output is of.
-
-    kind: "parameter", "buffer", "constant", "argument" or "tangent" of an input; of an output "result", "mutation" or
-        "gradient".
-    name: of a parameter or buffer its full name, of a constant its attribute of the graph's module; else "".
-    place: of an argument its place among all leaves of (args, kwargs); of a result or its tangent that among results.
-    of: of a mutation or gradient, the kind of its input.
-    """
-
-    kind: str
-    name: str = ""
-    place: int = -1
-    of: str = ""
-
-    def of_input(self) -> Source:
-        """The input that a mutation or a gradient belongs to."""
-        return Source(self.of, self.name, self.place)
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """A joint graph. `inputs` are its placeholders, `outputs` the nodes that it returns, each with its source.
-
-    results: the tree of the forward's results.
-    numbers_only: whether only results without dims have a gradient.
-    """
-
-    module: torch.fx.GraphModule
-    inputs: tuple[tuple[torch.fx.Node, Source], ...]
-    outputs: tuple[tuple[Any, Source], ...]
-    results: pytree.TreeSpec
-    numbers_only: bool
-
-    def of_kind(self, kind: str) -> list[tuple[Any, Source]]:
-        """The inputs or outputs of a kind."""
-        return [(node, source) for node, source in (*self.inputs, *self.outputs) if source.kind == kind]
 
 
 def captured(

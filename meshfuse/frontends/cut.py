@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .capture import Captured
+from .captured_graph import Captured
 
 Node = torch.fx.Node
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)

@@ -27,7 +27,7 @@ from .activations import outputs_of_modules
 from .attentions import in_words, spreads, with_borders
 from .backward_parts import Part, parts_of
 from .block_orders import in_order, in_sequence
-from .capture import Captured, Source
+from .captured_graph import Captured, Source
 from .cut import Cut, Reads, cut
 from .fsdp import gathers, in_turn, units_last
 from .lines import line_of

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from .cut import draws
+from .sdpa import BACKWARD, FORWARD
 from .sizes import Sizes
 
 _LARGEST = 1 << 26  # Elements of a mask that is worked out.
-_FORWARD, _BACKWARD = torch.ops.meshfuse.attention.default, torch.ops.meshfuse.attention_backward.default
-_MASK, _CAUSAL = {_FORWARD: 3, _BACKWARD: 4}, {_FORWARD: 5, _BACKWARD: 10}
+_MASK, _CAUSAL = {FORWARD: 3, BACKWARD: 4}, {FORWARD: 5, BACKWARD: 10}
 
 
 def recognised(graph: torch.fx.Graph, sizes: Sizes) -> dict[torch.fx.Node, tuple[Any, ...]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import SourceLine
 from .autograd import Runner
-from .capture import Captured
+from .captured_graph import Captured
 from .draws import GeneratorDraws
 from .options import Options
 from .pipeline.door import Stepper

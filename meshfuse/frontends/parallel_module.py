@@ -25,7 +25,8 @@ from .attentions import check_attends
 from .autograd import Runner
 from .automatic.planning import plan as automatic
 from .calls import Arguments, Call, read_call, shards_of_arguments
-from .capture import Captured, captured
+from .capture import captured
+from .captured_graph import Captured
 from .context import Context, checked_context
 from .experts import checked_experts, exchanging
 from .explaining import explained

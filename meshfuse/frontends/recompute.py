@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..errors import SourceLine, shown, user_error
-from .capture import Captured
+from .captured_graph import Captured
 from .lines import module_paths
 from .patterns import matching, nearest
 

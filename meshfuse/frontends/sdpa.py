@@ -83,6 +83,9 @@ def _(x: Any, is_view: bool) -> Any:
     return torch.empty_like(x)
 
 
+# As nodes of a graph call them.
+FORWARD, BACKWARD = torch.ops.meshfuse.attention.default, torch.ops.meshfuse.attention_backward.default
+ENTER, LEAVE = torch.ops.meshfuse.enter_attention.default, torch.ops.meshfuse.leave_attention.default
 TORCHS = F.scaled_dot_product_attention
 
 

@@ -15,7 +15,7 @@ from ..errors import SourceLine
 from ..mesh import DeviceMesh
 from ..sharding.value import Sharding
 from .accumulating import SYNCED, Sync, Terms
-from .capture import Source
+from .captured_graph import Source
 from .context import Context
 from .fsdp import without_axes
 from .plans import ModulePlan, Spec

@@ -13,7 +13,6 @@ import torch
 
 from .. import fusion_definition as core
 from ..compiler import CompiledProgram
-from ..definition.annotating import annotate
 from ..definition.namespaces import Fusion as CoreFusion
 from ..definition.recording import OpNode
 from ..definition.tensor_view import TensorView, Val, own
@@ -25,7 +24,6 @@ from ..ops.opdef import OpDef
 from ..ops.values import TensorRef
 from ..programs import Shapes
 from ..runtime.world import World
-from ..sharding.layout import Split
 from . import active, profiler, repro
 from .active import Methods
 from .call_arguments import check_alias, flattened, write_aliases
@@ -34,6 +32,7 @@ from .executors import EmptyDefinitionError, ExecutorError, FusionExecutorCache,
 from .expanded import fitting
 from .exprs import Expr, expression
 from .generators import next_draws
+from .implied_outputs import annotate_outputs
 from .multidevice import Sharding
 from .nvfuser_messages import add_sentence, unfit_argument
 from .nvfuser_propagation import common_mesh, follow_meshes, followed_outputs, inferred_orders
@@ -356,33 +355,7 @@ class FusionDefinition(core.FusionDefinition):
 
     def _before_compiling(self, shapes: Shapes, scalars: Mapping[int, Any]) -> None:
         """Annotate outputs without annotations as nvFuser would leave them."""
-        self._annotate_aliases()
-        if (mesh := common_mesh(self.recording)) is not None:
-            found = followed_outputs(self.recording, mesh, shapes, scalars)
-            for tensor, bound in zip(self.recording.outputs, found, strict=True):
-                if bound is not None and tensor not in self.recording.annotations:
-                    self._annotate_output(tensor, mesh, bound)
-
-    def _annotate_aliases(self) -> None:
-        """Annotate outputs that are written into arguments as those arguments are."""
-        for place, alias in self._aliases.items():
-            tensor, given = self.recording.outputs[place], self.recording.annotations.get(alias)
-            mesh = given.mesh if given is not None else common_mesh(self.recording)
-            if tensor not in self.recording.annotations and mesh is not None:
-                dims = given.named() if given is not None else [()] * self.recording.tensors[tensor].type.ndim
-                self._imply(
-                    tensor, mesh, dims, f"written into {self.recording.tensors[alias].label}, and laid out as that is"
-                )
-
-    def _annotate_output(self, tensor: int, mesh: Any, bound: Mapping[str, int]) -> None:
-        dims: list[tuple[Split, ...]] = [()] * self.recording.tensors[tensor].type.ndim
-        for axis, dim in bound.items():
-            dims[dim] = (*dims[dim], Split(mesh.axis_size(axis), axis))
-        self._imply(tensor, mesh, dims, "an output, left where nvFuser would leave it")
-
-    def _imply(self, tensor: int, mesh: Any, dims: Sequence[Any], why: str) -> None:
-        """Annotate a tensor that the script says nothing of."""
-        annotate(self.recording, tensor, mesh, dims, self.recording.tensors[tensor].line, why)
+        annotate_outputs(self.recording, self._aliases, shapes, scalars)
 
     def _bound_outputs(self, compiled: CompiledProgram) -> list[dict[str, int]]:
         """For every output, by mesh axis of one rank the dim that is bound to it."""

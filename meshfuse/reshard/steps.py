@@ -53,7 +53,7 @@ class Window:
     def to_target(self, index: tuple[lay.Runs, ...]) -> tuple[lay.Runs, ...]:
         """Source indices as target indices, without those that the target does not have."""
         pairs = zip(index, self.offsets, self.target_shape, strict=True)
-        return tuple(lay.intersect(_shifted(runs, -offset), lay.everything(n)) for runs, offset, n in pairs)
+        return tuple([_within(runs, -offset, n) for runs, offset, n in pairs])
 
     def to_source(self, index: tuple[lay.Runs, ...]) -> tuple[lay.Runs, ...]:
         """Target indices as source indices; they must have a source."""
@@ -127,7 +127,14 @@ class Reordering:
 
 
 def _shifted(runs: lay.Runs, by: int) -> lay.Runs:
-    return tuple((a + by, b + by) for a, b in runs)
+    return tuple([(a + by, b + by) for a, b in runs]) if by else runs
+
+
+def _within(runs: lay.Runs, by: int, n: int) -> lay.Runs:
+    """Indices moved by so many, without those that a dim of size n does not have."""
+    moved = _shifted(runs, by)
+    is_within = not moved or (moved[0][0] >= 0 and moved[-1][1] <= n)
+    return moved if is_within else lay.intersect(moved, lay.everything(n))
 
 
 @quickly_made

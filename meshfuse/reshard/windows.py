@@ -37,17 +37,27 @@ def window_step(src: Sharding, dst: Sharding, window: Window | Reordering) -> St
 def _indices(step: Step, rank: int) -> tuple[tuple[lay.Runs, ...], tuple[lay.Runs, ...]]:
     """Of one dim, what a rank has and what it wants of what exists, both as indices of the target."""
     assert step.window is not None
-    everywhere = step.window.to_target(tuple(((0, n),) for n in step.window.source_shape))
-    wanted = tuple(map(lay.intersect, step.wanted((), rank), everywhere))
+    wanted = tuple(map(lay.intersect, step.wanted((), rank), _existing(step.window)))
     return step.window.to_target(step.held((), rank)), wanted
+
+
+@functools.lru_cache(maxsize=1 << 8)
+def _existing(window: Window | Reordering) -> tuple[lay.Runs, ...]:
+    """All of the source, as indices of the target."""
+    return window.to_target(tuple(((0, n),) for n in window.source_shape))
+
+
+@functools.lru_cache(maxsize=1 << 6)
+def _sampled(step: Step) -> list[tuple[tuple[lay.Runs, ...], tuple[lay.Runs, ...]]]:
+    """`_indices` of the ranks that prices are means over: of a step both its peers and its elements are asked."""
+    return [_indices(step, rank) for rank in sampled_ranks(step.src.mesh)]
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def window_peers(step: Step) -> int:
     """From how many other ranks a rank gets something at most: one, if all is shifted by whole shards."""
     most = 0
-    for rank in sampled_ranks(step.src.mesh):
-        held, wanted = _indices(step, rank)
+    for held, wanted in set(_sampled(step)):
         sides = enumerate(zip(held, wanted, strict=True))
         holders = math.prod([_holders(step, dim, *side) for dim, side in sides])
         most = max(most, holders - all(map(lay.intersect, held, wanted)))
@@ -74,5 +84,5 @@ def _parts(layout: lay.Layout, window: Window | Reordering, dim: int, only: tupl
 @functools.lru_cache(maxsize=1 << 12)
 def window_wire(step: Step) -> float:
     """Elements that a rank gets from others: the mean over sampled ranks."""
-    ranks = sampled_ranks(step.src.mesh)
-    return sum(lacking_numel(*_indices(step, rank)) for rank in ranks) / len(ranks)
+    ranks = _sampled(step)
+    return sum(lacking_numel(held, wanted) for held, wanted in ranks) / len(ranks)

@@ -11,6 +11,7 @@ import importlib
 import sys
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,6 +47,24 @@ def register_reader(code: int, read: Callable[[int], Any]) -> None:
     _readers[code] = read
 
 
+@dataclass(frozen=True, slots=True)
+class NamedFunction:
+    """A function of a module that only workers load: it is sent by its name, and what reads it gets the function."""
+
+    module: str
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return named(self.module, self.name)(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return named, (self.module, self.name)
+
+
 class Writer:
     """Writes one value. `buffers` are the bytes of large tensors, `tensors` those that require a gradient."""
 
@@ -68,6 +87,8 @@ class Writer:
             return _OTHER, code, write(value)
         if kind is types.FunctionType and is_importable(value, self._main_is_shared):
             return _FUNCTION, value.__module__, value.__qualname__
+        if kind is NamedFunction:
+            return _FUNCTION, value.module, value.name
         if kind is dict and not value:
             return (_EMPTY_DICT,)
         raise NotCompact

@@ -23,6 +23,7 @@ from . import builtin
 from .crew import Crew
 from .dref import DRef
 from .errors import Raised, SessionError, WorkerError, WorkerLost, WorkerTimeout, rebuild
+from .forkserver import START_LIMIT
 from .functions import is_importable
 from .links import Link, Woken
 from .messages import CALL, CALL_AND_SYNC, DONE, FAILED, GET, SYNC
@@ -188,7 +189,7 @@ class Controller:
             self._lost(link)
         except Late:
             self._broken = f"worker {link.worker} did not read its commands for {self.timeout:g} s"
-            raise self._timed_out([link]) from None
+            raise self._timed_out([link], self.timeout) from None
 
     def _stalled(self, seconds: float) -> None:
         """What a send calls that has not moved for so many seconds."""
@@ -219,9 +220,19 @@ class Controller:
         with self._lock:
             self.check_open()
             links = self._crew.links if workers is None else [self._crew.links[worker] for worker in workers]
-            answers = self._answers(links, self._sync_numbers(links))
-            if self._supervisor.first is not None or any(answer.kind != DONE for answer in answers):
-                self._raise_failures()
+            self._await(links, self.timeout)
+
+    def _import_late(self, module: str) -> None:
+        """Have all workers import a module of this package. Waits as long as for their start."""
+        with self._lock:
+            self.sync()
+            self._call(builtin.import_module, (module,), {}, f"import {module}")
+            self._await(self._crew.links, max(self.timeout, START_LIMIT))
+
+    def _await(self, links: Sequence[Link], limit: float) -> None:
+        answers = self._answers(links, self._sync_numbers(links), limit)
+        if self._supervisor.first is not None or any(answer.kind != DONE for answer in answers):
+            self._raise_failures()
 
     def _sync_numbers(self, links: Sequence[Link]) -> list[int]:
         return [self._sync_number(link) for link in reversed(links)][::-1]
@@ -234,9 +245,10 @@ class Controller:
         self._send_to(link, Frame(SYNC, self._supervisor.epoch, number))
         return number
 
-    def _answers(self, links: Sequence[Link], numbers: Sequence[int]) -> list[Frame]:
-        """The answers of workers to one command each."""
-        deadline, start = time.monotonic() + self.timeout, time.perf_counter()
+    def _answers(self, links: Sequence[Link], numbers: Sequence[int], limit: float | None = None) -> list[Frame]:
+        """The answers of workers to one command each, within the session's timeout or another limit, in seconds."""
+        limit = self.timeout if limit is None else limit
+        deadline, start = time.monotonic() + limit, time.perf_counter()
         answers: list[Frame] = []
         progress = Progress()
         try:
@@ -245,7 +257,7 @@ class Controller:
         except Late:
             left = list(zip(links, numbers, strict=True))[len(answers) :]
             missing = [link for link, number in left if not self._has_answered(link, number)]
-            raise self._timed_out(missing or [left[0][0]]) from None
+            raise self._timed_out(missing or [left[0][0]], limit) from None
         except KeyboardInterrupt:
             self._abandon(max(numbers))
             raise
@@ -329,12 +341,12 @@ class Controller:
         error.worker, error.how = worker, how
         raise error
 
-    def _timed_out(self, missing: Sequence[Link]) -> WorkerTimeout:
+    def _timed_out(self, missing: Sequence[Link], limit: float) -> WorkerTimeout:
         for link in missing:
             link.ask_where()
         states = "; ".join(f"worker {link.worker} {self._state(link)}" for link in missing)
         error = WorkerTimeout(
-            f"workers did not answer within {self.timeout:g} s: {states}. The other workers are released", caller_line()
+            f"workers did not answer within {limit:g} s: {states}. The other workers are released", caller_line()
         )
         error.workers = tuple(link.worker for link in missing)
         self._supervisor.release(self._supervisor.epoch, 0, f"{error}")

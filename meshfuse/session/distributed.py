@@ -29,6 +29,23 @@ class Placed:
         return sorted(found.values())
 
 
+@dataclass(frozen=True, slots=True)
+class ResultOf:
+    """An argument that is a result of a model: on the controller a DRef to what that returned."""
+
+    outputs: Any
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleFacts:
+    """What a controller knows of a model: its class, its parameters in all, the names of its forward's arguments."""
+
+    kind: str
+    parameters: int
+    names: tuple[str, ...]
+
+
 def load_shard(stored: StoredTensor, sharding: Sharding) -> torch.Tensor | None:
     """This worker's shard of a stored tensor; None where it is not in the mesh."""
     rank = current().worker

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -13,16 +14,19 @@ from torch.utils import _pytree as pytree
 
 from ..definition.annotation import layouts_of_spec
 from ..errors import ArgumentError, caller_line, shown, user_error
-from ..frontends.calls import names_of_leaves
+from ..frontends.leaf_names import names_of_leaves
 from ..mesh import DeviceMesh
 from ..sharding.data import shard
 from ..sharding.value import Sharding
-from . import torch_group, worker_module
+from .compact import NamedFunction
 from .controller import Controller
-from .distributed import Placed
+from .distributed import ModuleFacts, Placed, ResultOf
 from .dref import DRef
 from .errors import SessionError
-from .worker_module import ModuleFacts, ResultOf
+
+# What models need on workers, and not here: capturing takes torch's compiler. It is loaded with the first model.
+_WORKERS = "meshfuse.session.worker_module"
+_on_workers = functools.partial(NamedFunction, _WORKERS)
 
 
 class RemoteModule:
@@ -54,7 +58,7 @@ class RemoteModule:
         outputs = self._run(leaves, tree, names, placed, records)
         key = (tree, tuple(map(_key, leaves)), records, self.training)
         if key not in self._trees:
-            form, text = self._session.fetch(self._session.call(worker_module.form_of, outputs), 0)
+            form, text = self._session.fetch(self._session.call(_on_workers("form_of"), outputs), 0)
             self._trees[key] = (*pytree.tree_flatten(form), text)
         tensors, spec, text = self._trees[key]
         return pytree.tree_unflatten(
@@ -87,13 +91,13 @@ class RemoteModule:
         cut = {i: self._sharding(names[i], shape) for i, shape in placed.items() if isinstance(shape, tuple)}
         if not cut or self._session.num_workers == 1:
             args, kwargs = pytree.tree_unflatten(leaves, tree)
-            return self._call(worker_module.run, args, kwargs, dict(placed), records)
+            return self._call(_on_workers("run"), args, kwargs, dict(placed), records)
         hold(self._session)
         calls = []
         for worker in range(self._session.num_workers):
             own = [shard(leaf, cut[i], worker) if i in cut else leaf for i, leaf in enumerate(leaves)]
             calls.append((self._made, *pytree.tree_unflatten(own, tree), dict(placed), records))
-        return self._session.call_each(worker_module.run, calls, self._facts.kind)
+        return self._session.call_each(_on_workers("run"), calls, self._facts.kind)
 
     def _sharding(self, name: str, shape: tuple[int, ...]) -> Sharding:
         spec = self._inputs[name]
@@ -104,7 +108,7 @@ class RemoteModule:
         return Sharding.make(self._mesh, layouts, shape).placement(shape)
 
     def _leaf(self, outputs: DRef, index: int, tree: str) -> DRef:
-        ref = self._session.call(worker_module.leaf_of, outputs, index, tree)
+        ref = self._session.call(_on_workers("leaf_of"), outputs, index, tree)
         ref.placed = _ResultPlace(self._session, outputs, index)
         return ref
 
@@ -116,7 +120,7 @@ class RemoteModule:
         There the model is an nn.Module whose parameters are DTensors. DRefs in the arguments stand for what each worker
         has in them.
         """
-        return self._call(worker_module.apply, function, args, kwargs)
+        return self._call(_on_workers("apply"), function, args, kwargs)
 
     def train(self, mode: bool = True) -> RemoteModule:
         """Let dropouts drop, and the like; with False not."""
@@ -138,11 +142,11 @@ class RemoteModule:
 
     def manual_seed(self, seed: int) -> None:
         """Begin the random numbers of its dropouts anew."""
-        self._call(worker_module.seed_with, seed)
+        self._call(_on_workers("seed_with"), seed)
 
     def optimizer(self, kind: Callable[..., torch.optim.Optimizer], *args: Any, **kwargs: Any) -> RemoteOptimizer:
         """An optimizer of the model's parameters: torch.optim.AdamW, for example, and its arguments."""
-        number = self._call(worker_module.make_optimizer, kind, args, kwargs)
+        number = self._call(_on_workers("make_optimizer"), kind, args, kwargs)
         return RemoteOptimizer(self._session, self._made, number, getattr(kind, "__name__", str(kind)))
 
     def bill(self) -> Any:
@@ -166,23 +170,23 @@ class RemoteModule:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All weights and buffers, whole, in this process. Waits."""
-        return self._session.fetch(self.call(worker_module.whole_state), 0)
+        return self._session.fetch(self.call(_on_workers("whole_state")), 0)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> tuple[list[str], list[str]]:
         """Put whole weights into the workers' shards; (missing names, unexpected names). Waits.
 
         Raises ArgumentError for other shapes, and with `strict` for other names.
         """
-        return self._session.fetch(self.call(worker_module.set_state, dict(state), strict), 0)
+        return self._session.fetch(self.call(_on_workers("set_state"), dict(state), strict), 0)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save weights and the states of all optimizers as one checkpoint, which `mf.load` reads, too. Waits."""
-        self._call(worker_module.save, _folder(path))
+        self._call(_on_workers("save"), _folder(path))
         self._session.sync()
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Load what `save` has saved, on any mesh; into the optimizers that there are. Waits."""
-        self._call(worker_module.restore, _folder(path))
+        self._call(_on_workers("restore"), _folder(path))
         self._session.sync()
 
 
@@ -195,7 +199,7 @@ class _ResultPlace:
 
     def __call__(self) -> Placed | None:
         if not self._found:
-            asked = self._session.call(worker_module.placed_of, self.outputs, self.index)
+            asked = self._session.call(_on_workers("placed_of"), self.outputs, self.index)
             self._found.append(self._session.fetch(asked, 0))
         return self._found[0]
 
@@ -211,7 +215,7 @@ class RemoteOptimizer:
 
     def step(self) -> None:
         """Update the parameters by their gradients."""
-        self.call(worker_module.step)
+        self.call(_on_workers("step"))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of its parameters."""
@@ -220,7 +224,7 @@ class RemoteOptimizer:
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> DRef:
         """Run function(optimizer, *args, **kwargs) on every worker: for schedules, for example."""
         hold(self._session)
-        call = worker_module.apply_to_optimizer
+        call = _on_workers("apply_to_optimizer")
         return self._session.call(call, self._made, self._number, function, args, kwargs)
 
 
@@ -239,11 +243,12 @@ def load_module(
         raise user_error("load_module: mesh", shown(mesh), f"an mf.DeviceMesh of all {len(wanted)} workers", "",
                          caller_line(), ArgumentError)  # fmt: skip
     number = torch.initial_seed() % (1 << 62) if seed is None else seed
-    plain = session.call(worker_module.make_plain, make, tuple(args), dict(kwargs or {}), number)
+    session._import_late(_WORKERS)
+    plain = session.call(_on_workers("make_plain"), make, tuple(args), dict(kwargs or {}), number)
     session.sync()  # Where one worker cannot make it, the others must not wait for that one.
     hold(session)
-    made = session.call(worker_module.make_parallel, plain, mesh, plan, dict(options), number)
-    facts = session.fetch(session.call(worker_module.facts_of, made), 0)
+    made = session.call(_on_workers("make_parallel"), plain, mesh, plan, dict(options), number)
+    facts = session.fetch(session.call(_on_workers("facts_of"), made), 0)
     session.sync()
     return RemoteModule(session, made, facts, mesh, options.get("inputs") or {})
 
@@ -268,7 +273,7 @@ def _let_go(session: Controller) -> None:
     try:
         session.sync()
     finally:
-        session.call(torch_group.leave)
+        session.call(NamedFunction("meshfuse.session.torch_group", "leave"))
         session.sync()
 
 

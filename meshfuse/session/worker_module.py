@@ -12,30 +12,20 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..checkpoint import load as load_checkpoint
-from ..checkpoint import save as save_checkpoint
+from .. import checkpoint
 from ..errors import ArgumentError, shown, user_error
 from ..executor.dtensor import is_dtensor
 from ..frontends.autograd import Runner
-from ..frontends.calls import names_of_leaves
+from ..frontends.leaf_names import names_of_leaves
 from ..frontends.module_state import STATE, State
 from ..frontends.parallel_module import parallelize, rejoin, seed_draws
 from ..mesh import DeviceMesh
 from ..sharding.value import Sharding
 from . import torch_group
-from .distributed import Placed
+from .distributed import ModuleFacts, Placed, ResultOf
 from .executor import current
 
 _LAYOUT = "layout"
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleFacts:
-    """What a controller knows of a model: its class, its parameters in all, the names of its forward's arguments."""
-
-    kind: str
-    parameters: int
-    names: tuple[str, ...]
 
 
 class WorkerModule:
@@ -88,14 +78,6 @@ def _placed(runner: Runner, place: int) -> Placed | None:
     if current().size == 1:  # Its ranks are simulated, and every result is whole.
         sharding = Sharding.replicated(DeviceMesh([0]), len(shape))
     return Placed(sharding, shape)
-
-
-@dataclass(frozen=True, slots=True)
-class ResultOf:
-    """An argument that is a result of a model: on the controller a DRef to what that returned."""
-
-    outputs: Any
-    index: int
 
 
 def make_plain(make: Any, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int) -> nn.Module:
@@ -283,7 +265,7 @@ def save(made: WorkerModule, path: str) -> None:
         groups = [{k: v for k, v in group.items() if _is_plain(v)} for group in optimizer.param_groups]
         kinds = {name: _is_like_parameter(value) for name, value in entries.items()}
         layout.append({"groups": groups, "entries": kinds})
-    save_checkpoint(path, {**state, _LAYOUT: json.dumps(layout)})
+    checkpoint.save(path, {**state, _LAYOUT: json.dumps(layout)})
 
 
 def _is_plain(value: Any) -> bool:
@@ -305,7 +287,7 @@ def _states(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[s
 def restore(made: WorkerModule, path: str) -> None:
     """Load what `save` has saved, in whatever shardings that was."""
     module = made.live()
-    layout = json.loads(load_checkpoint(path, {_LAYOUT: None})[_LAYOUT])
+    layout = json.loads(checkpoint.load(path, {_LAYOUT: None})[_LAYOUT])
     if len(layout) < len(made.optimizers):
         raise user_error("restore", f"the states of {len(layout)} optimizers", f"{len(made.optimizers)}, as there are",
                          "Make the optimizers after restoring.", cls=ArgumentError)  # fmt: skip
@@ -315,7 +297,7 @@ def restore(made: WorkerModule, path: str) -> None:
         for entry, is_like in told["entries"].items():
             like = parameters[entry.rpartition(".")[0]]
             wanted[f"optimizer.{number}.{entry}"] = torch.zeros_like(like).detach() if is_like else None
-    found = load_checkpoint(path, wanted)
+    found = checkpoint.load(path, wanted)
     for number, optimizer in enumerate(made.optimizers):
         _restore_optimizer(optimizer, parameters, layout[number], number, {**wanted, **found})
 

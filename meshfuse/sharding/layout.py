@@ -322,12 +322,15 @@ class Parts:
     def __init__(self, parts: Iterable[Runs]):
         runs = sorted([(a, b, place) for place, runs in enumerate(parts) for a, b in runs])
         self._starts, self._ends, self._places = ([run[i] for run in runs] for i in range(3))
+        self._count = len(set(self._places))
 
     def sharing(self, wanted: Runs) -> set[int]:
         """The places (in the order given) of the parts that have some of these indices."""
         found = set[int]()
         for a, b in wanted:
             found.update(self._places[bisect.bisect_right(self._ends, a) : bisect.bisect_left(self._starts, b)])
+            if len(found) == self._count:
+                break
         return found
 
 

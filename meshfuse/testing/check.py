@@ -9,6 +9,7 @@ import torch
 
 from ..dtypes import Category, DataType
 from ..errors import ArgumentError, caller_line, user_error
+from ..executor.modes import on_cpu
 from ..fusion_definition import FusionDefinition
 from ..ops.values import TensorRef, TensorType
 from .asked import check_entries, check_int, check_type
@@ -26,7 +27,7 @@ def inputs_for(fd: FusionDefinition, seed: int = 0) -> list[Any]:
     check_int("inputs_for: seed", seed, 0, 2**63 - 1)
     generator = torch.Generator().manual_seed(seed)
     limits = dict(_index_limits(fd))
-    with torch.device("cpu"):
+    with on_cpu():
         return [
             _values(fd, ref, limits, generator) if isinstance(ref, TensorRef) else _scalar(fd, ref)
             for ref in fd.recording.inputs

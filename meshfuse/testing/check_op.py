@@ -25,6 +25,7 @@ from hypothesis.errors import HypothesisException, NoSuchExample
 from ..argument_checks import as_int
 from ..dtypes import Category, DataType
 from ..errors import MeshfuseError, caller_line, error_text, located, shown, user_error
+from ..executor.modes import on_cpu
 from ..fusion_definition import FusionDefinition
 from ..ops.binding import make_call
 from ..ops.opdef import Call, OpDef, Sample
@@ -77,7 +78,7 @@ def check_op(op: OpDef, *, samples: Sequence[Sample] | None = None, max_examples
         if found is None or found < low or (high is not None and found > high):
             raise user_error(f"check_op: {name}", shown(value), f"an int >= {low}{f', at most {high}' if high else ''}",
                              "Leave it out, or pass one.", caller_line())  # fmt: skip
-    with _one_thread(), _with_autograd(), _errors_as_claims(op), located(caller_line()), torch.device("cpu"):
+    with _one_thread(), _with_autograd(), _errors_as_claims(op), located(caller_line()), on_cpu():
         given = list(op.samples() if samples is None else samples)
         if not given:
             do = "Give samples=[mf.Sample((mf.TensorType(...), ...)), ...]."

@@ -16,6 +16,7 @@ from thunder.core.prims import PrimIDs
 from ..definition.tensor_view import TensorView
 from ..dtypes import Category, DataType
 from ..frontends.aten import Translation, rule_for
+from ..frontends.sdpa import BACKWARD, FORWARD
 from .prims import MeshPrims
 
 Rule = Callable[..., Any]
@@ -44,8 +45,8 @@ _SAME = {
     PrimIDs.INDEX_PUT: aten.index_put.default, PrimIDs._GROUPED_MM: aten._grouped_mm.default,
     PrimIDs.RESHAPE: aten.view.default, PrimIDs.VIEW: aten.view.default, PrimIDs.CLONE: aten.clone.default,
     PrimIDs.SHALLOW_COPY: aten.alias.default,
-    MeshPrims.ATTENTION: torch.ops.meshfuse.attention.default,
-    MeshPrims.ATTENTION_BACKWARD: torch.ops.meshfuse.attention_backward.default,
+    MeshPrims.ATTENTION: FORWARD,
+    MeshPrims.ATTENTION_BACKWARD: BACKWARD,
 }  # fmt: skip
 
 

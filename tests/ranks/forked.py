@@ -1,4 +1,6 @@
-"""Python scripts as processes that cost milliseconds: forked off one that has imported torch and meshfuse."""
+"""Python scripts as processes that cost milliseconds: forked off one that has imported torch and meshfuse, with what
+captures models and saves them, which takes as long again.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from subprocess import CompletedProcess
 LAUNCHERS = {"meshfuse.runtime.launcher": "run", "torch.distributed.run": "torchrun", "meshfuse": "meshfuse"}
 _PRELOADED = [
     "torch", "torch.distributed.run", "torch.distributed.elastic.agent.server.local_elastic_agent",
-    "meshfuse.fusion_definition", "meshfuse.runtime.launcher", "forked",
+    "meshfuse.fusion_definition", "meshfuse.runtime.launcher", "meshfuse.frontends.parallel_module",
+    "meshfuse.checkpoint.api", "forked",
 ]  # fmt: skip
 _READ_ONCE = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _CONTEXT = multiprocessing.get_context("forkserver")

@@ -7,12 +7,32 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 import meshfuse.session as di
+from meshfuse.session import forkserver
+from session import fork_servers
 
 TOKEN = "a token of the tests"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_servers() -> Iterator[None]:
+    """Sessions of this process have fork servers that are forked themselves."""
+    starts = SimpleNamespace(
+        Popen=fork_servers.Popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forkserver, "subprocess", starts)
+        yield
+
+
+@pytest.fixture
+def started_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this test they are started as in users' scripts."""
+    monkeypatch.setattr(forkserver, "subprocess", subprocess)
 
 
 def start_socket_session() -> tuple[di.SocketSession, subprocess.Popen[bytes]]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
+
+import forked
+from rank_pool import base_environment
 
 import meshfuse.session as di
 from meshfuse.errors import ArgumentError
@@ -31,8 +35,7 @@ def launch(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     script.write_text(SCRIPT)
     words = [str(script) if word == "SCRIPT" else word for word in command]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=200, env=environment)
+    return forked.finished(["-m", *words], base_environment(TMPDIR=str(folder)), folder, 200)
 
 
 @pytest.mark.slow

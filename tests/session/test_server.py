@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_pool import free_port
 
 import meshfuse as mf
 import meshfuse.session as di
@@ -172,11 +173,18 @@ def test_strangers_are_closed(server: serving.Server, caplog: pytest.LogCaptureF
         di.connect(f"127.0.0.1:{port}", token=TOKEN)
 
 
+def two_free_ports() -> int:
+    """A port that is free, as the one behind it is: clients come to the one, the other machines to the other."""
+    while True:
+        port = int(free_port())
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
+            return port
+
+
 @pytest.mark.slow
 def test_the_command_serves_two_machines(tmp_path: Path) -> None:
     """Both are this machine."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = two_free_ports()
     own = {"hosts": [{"address": "127.0.0.1", "workers": 2}] * 2, "port": port}
     (tmp_path / "cluster.json").write_text(json.dumps(own))
     environment = {**os.environ, "MESHFUSE_TOKEN": TOKEN, "PYTHONPATH": os.getcwd()}

@@ -255,7 +255,7 @@ def test_a_script_that_ends_without_shutdown_leaves_nothing(tmp_path: Path) -> N
     assert process.returncode == 1 and not await_end(workers, 5)
 
 
-def test_a_shutdown_leaves_no_process_file_or_thread() -> None:
+def test_a_shutdown_leaves_no_process_file_or_thread(started_servers: None) -> None:
     import gc
     import threading
 

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ...definition.tensor_view import TensorView
 from ...dtypes import DataType
 from ...ops.attention.operands import STATE
-from .. import sdpa
+from ..sdpa import BACKWARD, ENTER, FORWARD, LEAVE
 from .ring import Ring
 from .table import Translation, rule
 
-assert sdpa.attention is not None  # its import registers the ops of this file
-_attention = torch.ops.meshfuse.attention.default
-_backward = torch.ops.meshfuse.attention_backward.default
 _HEADS = 4  # The dims of a query: batch, heads, rows, width.
 
 
-@rule(_attention)
+@rule(FORWARD)
 def _forward(
     t: Translation, query: TensorView, key: TensorView, value: TensorView, mask: Any, dropout_p: float,
     is_causal: bool, scale: float | None,
@@ -36,7 +31,7 @@ def _forward(
     return _lowered(t, out, missing), _lowered(t, lse, missing), *state
 
 
-@rule(_backward)
+@rule(BACKWARD)
 def _gradients(
     t: Translation, grad: TensorView, query: TensorView, key: TensorView, value: TensorView, mask: Any,
     output: TensorView, logsumexp: TensorView, seed: TensorView, offset: TensorView, dropout_p: float,
@@ -51,12 +46,12 @@ def _gradients(
     return tuple(_lowered(t, x, missing) for x in made)
 
 
-@rule(torch.ops.meshfuse.enter_attention.default)
+@rule(ENTER)
 def _enter(t: Translation, x: TensorView) -> TensorView:
     return x if t.spread is None else t.spread.entered(t.fd, x)
 
 
-@rule(torch.ops.meshfuse.leave_attention.default)
+@rule(LEAVE)
 def _leave(t: Translation, x: TensorView, _: bool) -> TensorView:
     return x if t.spread is None else t.spread.left(t.fd, x)
 

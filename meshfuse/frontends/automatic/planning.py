@@ -24,7 +24,7 @@ from ...long_work import saying
 from ...mesh import DeviceMesh
 from ...number_text import duration, number
 from ..calls import Arguments, read_call
-from ..capture import Captured
+from ..captured_graph import Captured
 from ..experts import exchangeable, exchanging
 from ..patterns import matches
 from ..pipeline.with_loss import TARGET, WithLoss, captured_loss

@@ -21,7 +21,7 @@ from ...resharding import insert_resharding
 from ...sharding.layout import axes
 from ...sharding.value import Sharding
 from ..calls import Arguments
-from ..capture import Captured, Source
+from ..captured_graph import Captured, Source
 from ..joint import JointWriter
 from ..pipeline.assign import mesh_at
 from ..plan_value import Spec, axes_in

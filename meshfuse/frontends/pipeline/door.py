@@ -19,7 +19,7 @@ from ...resharding import shard_bytes
 from ..accumulating import Sync
 from ..attentions import check_attends
 from ..calls import Arguments, Call, read_call
-from ..capture import Captured
+from ..captured_graph import Captured
 from ..hugging_face import with_shared_heads
 from ..options import Options
 from ..placing import Place, Places

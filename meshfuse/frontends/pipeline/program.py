@@ -13,7 +13,7 @@ from ...errors import SourceLine
 from ...mesh import DeviceMesh
 from ...runtime.world import World
 from ...sharding.value import Sharding
-from ..capture import Source
+from ..captured_graph import Source
 from ..joint import planned
 from ..plans import Spec
 from ..steps import Half, Setting, Step

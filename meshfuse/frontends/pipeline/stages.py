@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...errors import MeshfuseError, SourceLine, user_error
-from ..capture import Captured, Source
+from ..captured_graph import Captured, Source
 from ..cut import Reads, draws, is_size, is_view
 from ..lines import line_of, module_paths
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...runtime.world import World
-from ..capture import Source
+from ..captured_graph import Source
 from .assign import Assignment
 from .program import StageProgram
 from .schedule import BACKWARD, FORWARD, OF_INPUTS, OF_WEIGHTS, Action

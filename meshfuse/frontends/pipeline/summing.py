@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...dtypes import from_torch
-from ..capture import Captured, Source
+from ..captured_graph import Captured, Source
 from ..steps import Half, Setting, Step
 from ..traced import TracedDefinition
 

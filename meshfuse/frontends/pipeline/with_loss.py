@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 
 from ...errors import SourceLine, user_error
 from ..calls import Arguments
-from ..capture import Captured, captured
+from ..capture import captured
+from ..captured_graph import Captured
 from ..kv_caches import INNER
 
 TARGET = "target"  # What errors and `inputs=` call the loss function's second argument.
