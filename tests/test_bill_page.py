@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import meshfuse as mf
 from meshfuse.compiler import CompiledProgram
-from meshfuse.report.page import page, repeats
+from meshfuse.layer_folding import repeats
+from meshfuse.report.page import page
 from meshfuse.report.page_timeline import lanes as timeline_lanes
 
 VOID = {"meta", "input", "br", "link", "img", "hr"}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import SourceLine, caller_line, user_error
+from ..layer_folding import layer_pattern
 from ..mesh import DeviceMesh
 from ..number_text import duration, number
 from ..sharding.layout import Split
@@ -106,9 +106,5 @@ def _folded(specs: Mapping[str, Spec]) -> dict[str, Spec]:
     """Specs by pattern, where all parameters that a pattern of layers fits lie alike."""
     of: dict[str, set[str]] = {}
     for name, spec in specs.items():
-        of.setdefault(_pattern(name), set()).add(str(spec))
-    return {_pattern(name) if len(of[_pattern(name)]) == 1 else name: spec for name, spec in specs.items()}
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name, count=1)
+        of.setdefault(layer_pattern(name), set()).add(str(spec))
+    return {layer_pattern(name) if len(of[layer_pattern(name)]) == 1 else name: spec for name, spec in specs.items()}
