@@ -38,6 +38,7 @@ from .report.bill import Bill, bill_of
 from .report.explain import explain_all, explain_tensor
 from .report.memory import Memory, modelled_memory
 from .report.reprint import definition_source
+from .report.shown_page import ShownPage, show_page
 from .runtime.world import World
 from .sharding.value import Sharding
 
@@ -488,6 +489,17 @@ class FusionDefinition:
         """
         check_flags(caller_line(), alternatives=alternatives)
         return bill_of(self.latest(shapes), alternatives)
+
+    def show(self, path: Any = None, *shapes: Sequence[int], alternatives: bool = False) -> ShownPage:
+        """One page with the ops, their shardings, the collectives and a timeline, for a browser; a notebook shows it.
+
+        path: the file to write; None for a temporary one, which a browser opens where there is a terminal, and for none
+        in a notebook. With `alternatives` it has every collective's runner-up. Raises DefinitionError for a path that
+        cannot be written.
+        """
+        line = caller_line()
+        check_flags(line, alternatives=alternatives)
+        return show_page([self.latest(shapes)], path, alternatives, line)
 
     def memory(self, *shapes: Sequence[int]) -> Memory:
         """The most bytes that a rank holds at once, as modelled, and in what; `print(fd.memory())` shows it."""
