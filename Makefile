@@ -10,13 +10,13 @@ PYTEST = $(PY) -m pytest -q
 # Two tests at a time; those that start ranks one after another (tests/conftest.py).
 PARALLEL = -n 2 --dist loadscope
 
-.PHONY: help env run check docs docs-serve quick test test-all test-nvfuser test-models ledger ledger-check faults fuzz lint gpu-check
+.PHONY: help env run check docs docs-serve quick test test-all test-nvfuser test-browser test-models ledger ledger-check faults fuzz lint gpu-check
 .PHONY: bench bench-bills bench-compile bench-runtime bench-session test-session bench-models bench-thunder
 
 help:
 	@echo "make run        environment and main job: a GPT on simulated ranks, then on 4 real ones"
 	@echo "make check      lint, and a few cases of each test that is quick and starts no process; 3 minutes"
-	@echo "make test       nvFuser's tests in their own environment, then the main suite"
+	@echo "make test       nvFuser's tests in their own environment, the page's in Chromium, then the main suite"
 	@echo "make test-all   all cases of the tests of which 'make test' runs a sample"
 	@echo "make test-models  all models of Hugging Face that are known to work, minutes"
 	@echo "make docs       the site of the documentation, in build/site; make docs-serve shows it on loopback"
@@ -50,7 +50,7 @@ quick: env
 	@$(PYTEST) $(PARALLEL) --quick
 
 # pytest's closing line for the main suite comes last: CI reads it.
-test: env test-nvfuser
+test: env test-nvfuser test-browser
 	@$(PYTEST) $(PARALLEL)
 
 # Status 3: not to be had on this machine, said by tools/env.py in one line. CI has it, so there it is an error.
@@ -58,6 +58,12 @@ test-nvfuser:
 	@python=$$($(ENV) nvfuser); status=$$?; \
 	if [ $$status -eq 0 ]; then $$python -m pytest -q $(PARALLEL) -m nvfuser tests/nvfuser && \
 	$$python -m pytest -q -n 0 -m thunder tests/thunder; \
+	elif [ $$status -ne 3 ] || [ -n "$$CI" ]; then exit $$status; fi
+
+# Status 3 as above.
+test-browser: env
+	@$(PYTHON) tools/browser.py >/dev/null; status=$$?; \
+	if [ $$status -eq 0 ]; then $(PYTEST) -n 0 -m browser tests/browser; \
 	elif [ $$status -ne 3 ] || [ -n "$$CI" ]; then exit $$status; fi
 
 test-all: env
