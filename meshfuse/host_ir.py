@@ -12,7 +12,7 @@ from typing import Any
 from .errors import file_name
 from .graph import Graph
 from .html_text import html_lines
-from .layer_folding import fold_rows, layer_pattern, repeats
+from .layer_folding import fold_rows, layer_key, repeats
 from .lowering.buffer_checker import BufferChecker
 from .lowering.effects import Effects, effects, mentioned
 from .lowering.instructions import (
@@ -146,7 +146,7 @@ def _few(names: Sequence[str]) -> str:
 def _layer_line(line: str) -> str:
     """Equal for lines of a program that differ only in the layer that they belong to."""
     code, mark, comment = line.partition("  # ")
-    return _NUMBERED.sub(r"\1*", code) + mark + layer_pattern(comment)
+    return _NUMBERED.sub(r"\1*", code) + mark + layer_key(comment)
 
 
 def _text(instruction: Instruction, simulated: bool) -> str:

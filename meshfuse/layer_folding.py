@@ -12,9 +12,10 @@ from functools import lru_cache
 _SERIAL = re.compile(r" \(t\d+\)")
 # Names in a text: no numbers of their own, and no lines of files, which come after a colon.
 _NAME = re.compile(r"(?<![\w.:)])[^\W\d][\w.]*")
-# Numbers in names: children of a module (`layers.0.`), a capture's running numbers (`mm_3`), others (`h0.`, `w1`).
+# The running number that torch's capture gives what a module makes: `layers.0.mm`, `layers.1.mm_7`.
+_RUNNING = re.compile(r"(?<=\.)([^\W\d]\w*)_\d+(?![\w.])")
+# Numbers in names: children of a module (`layers.0.`) and others (`h0.`, `w1`).
 _CHILD = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_RUNNING = re.compile(r"(?<=_)\d+$")
 _OTHER = re.compile(r"(?<=[^\W\d])\d+(?=[._]|$)")
 
 # A stretch of at most so many entries counts as repeated if it comes so many times in a row.
@@ -44,7 +45,7 @@ def fold_rows(
     """
     groups: dict[Hashable, list[int]] = {}
     for place, row in enumerate(rows):
-        cells = tuple([_pieces(text)[::2] if column in named else text for column, text in enumerate(row)])
+        cells = tuple([_pieces(_plain(text))[::2] if column in named else text for column, text in enumerate(row)])
         groups.setdefault((cells, more[place] if more is not None else None), []).append(place)
     return [FoldedRow(_merged([rows[i] for i in places], named), tuple(places)) for places in groups.values()]
 
@@ -60,33 +61,41 @@ def merged_names(texts: Sequence[str]) -> str:
     """Texts of one pattern as one, with `*` for the numbers that differ."""
     if len(set(texts)) == 1:
         return texts[0]
-    columns = zip(*map(_pieces, texts), strict=True)
+    columns = zip(*[_pieces(_plain(text)) for text in texts], strict=True)
     return "".join(found[0] if len(set(found)) == 1 else "*" for found in columns)
 
 
-def layer_pattern(text: str) -> str:
-    """A text with `*` for the numbers of layers in its names, and without the compiler's numbers of tensors."""
-    return "*".join(_pieces(text)[::2])
+def layer_pattern(name: str) -> str:
+    """A name with `*` for the numbers of its layers."""
+    return "*".join(_pieces(name)[::2])
+
+
+def layer_key(text: str) -> str:
+    """Equal for texts that differ only in the layers of their names, and in what numbers tensors and captured ops."""
+    return layer_pattern(_plain(text))
+
+
+def _plain(text: str) -> str:
+    return _RUNNING.sub(r"\1", _SERIAL.sub("", text))
 
 
 @lru_cache(maxsize=1 << 14)
 def _pieces(text: str) -> tuple[str, ...]:
     """What stands between numbers of layers, and these numbers, in turns."""
-    plain = _SERIAL.sub("", text)
     spans = [(found.start() + start, found.start() + end)
-             for found in _NAME.finditer(plain) for start, end in _numbers(found.group())]  # fmt: skip
-    ends = [0, *(end for span in spans for end in span), len(plain)]
-    return tuple([plain[a:b] for a, b in itertools.pairwise(ends)])
+             for found in _NAME.finditer(text) for start, end in _numbers(found.group())]  # fmt: skip
+    ends = [0, *(end for span in spans for end in span), len(text)]
+    return tuple([text[a:b] for a, b in itertools.pairwise(ends)])
 
 
 def _numbers(name: str) -> list[tuple[int, int]]:
-    """Where numbers of layers stand in a name: all children and a running number, else the first number.
+    """Where numbers of layers stand in a name: all children, else the first number.
 
     So `layers.0.fc1` and `layers.0.fc2` are different names, and `h0.fc1` and `h0.fc2` as well.
     """
-    children = list(_CHILD.finditer(name))
-    others = (_RUNNING.search(name), None if children else _OTHER.search(name))
-    return sorted({found.span() for found in (*children, *others) if found is not None})
+    children = [found.span() for found in _CHILD.finditer(name)]
+    first = None if children else _OTHER.search(name)
+    return [first.span()] if first is not None else children
 
 
 # stretches of lists

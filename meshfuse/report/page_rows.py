@@ -9,7 +9,7 @@ from typing import Any
 
 from ..compiler import CompiledProgram
 from ..graph import Node
-from ..layer_folding import layer_pattern, merged_names, repeats
+from ..layer_folding import layer_key, merged_names, repeats
 from ..mesh import DeviceMesh
 from ..placement.factors import Placement
 from ..sharding import layout as lay
@@ -87,7 +87,7 @@ class PageRows:
 
 def _key(row: Row) -> object:
     """Equal for rows that repeat from layer to layer: the same op, type, name, sharding and source line."""
-    return (row["name"], row.get("type"), layer_pattern(row["label"]), row["line"], json.dumps(row["shards"]))
+    return (row["name"], row.get("type"), layer_key(row["label"]), row["line"], json.dumps(row["shards"]))
 
 
 def _shard(sharding: Sharding) -> dict[str, Any]:
