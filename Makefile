@@ -26,7 +26,8 @@ help:
 	@echo "make faults     kills, stops and misleads ranks, REPEAT=20 times each, and looks at what is left"
 	@echo "make test-session  the tests of sessions, each fault REPEAT=20 times"
 	@echo "make fuzz       random programs until one fails or Ctrl-C"
-	@echo "make bench      the benchmarks: bench-bills (bytes on the wire), bench-compile (time to compile)"
+	@echo "make bench      the benchmarks, which draw results in docs/plots: bench-bills (bytes on the wire),"
+	@echo "                bench-compile (time to compile)"
 	@echo "                and bench-runtime (steps on real ranks, beside hand-written torch and DTensor),"
 	@echo "                bench-session (calls of a session and rpc, beside a bare channel and torch's RPC)"
 	@echo "                bench-models (steps of a Llama beside DTensor and FSDP2), bench-thunder (beside Thunder's)"
@@ -109,13 +110,16 @@ bench: bench-bills bench-compile bench-runtime bench-session bench-models
 
 bench-bills: env
 	@$(PY) benchmarks/bills/run.py
+	@$(PY) benchmarks/plots.py bills
 
 bench-compile: env
 	@$(PY) benchmarks/compile/run.py
+	@$(PY) benchmarks/plots.py compile
 
 bench-runtime: env
 	@$(PY) benchmarks/runtime/run.py
 	@$(PY) benchmarks/runtime/first_calls.py
+	@$(PY) benchmarks/plots.py runtime
 
 bench-session: env
 	@$(PY) benchmarks/session/run.py

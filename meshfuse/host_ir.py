@@ -117,6 +117,10 @@ class HostProgram:
             out.append(line + (notes.get(line) or _comment(where.get(number))))
         return "\n".join(out)
 
+    def __repr__(self) -> str:
+        many = f"{len(self.instructions)} instructions, {len(self.communications)} communications"
+        return f"<HostProgram of rank {self.rank}: {many}; print shows it>"
+
     def folded(self) -> str:
         """The text of the program, in which lines that equal layers repeat stand once: to read, not to run."""
         lines = str(self).split("\n")

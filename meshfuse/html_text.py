@@ -42,9 +42,12 @@ def html_lines(text: str, summary: str = "") -> str:
 
 
 class Lines(str):
-    """Text of several lines that a notebook shows as such."""
+    """Text of several lines that a notebook, and a terminal's prompt, show as such."""
 
     __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _repr_html_(self) -> str:
         return html_lines(self)

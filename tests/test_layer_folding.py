@@ -170,3 +170,24 @@ def test_a_llama_s_bill_says_its_modules_once() -> None:
         assert text.count(f"model.layers.*.{module}.mm x2 ") == 1
     assert sum(e.tensor.startswith("model.layers.1.mlp.down_proj.mm_") for e in bill.entries) == 1
     assert "model.layers.*" in model.explain()
+
+
+def test_a_prompt_shows_what_print_shows() -> None:
+    fd = deep(3)
+    assert repr(fd.bill()) == str(fd.bill()) and repr(fd.memory()) == str(fd.memory())
+    assert repr(fd.explain("x")) == fd.explain("x") and fd.explain("x").startswith("x (t0): Float[8, 16, 64]")
+    assert re.fullmatch(r"<HostProgram of rank 0: \d+ instructions, \d+ communications; print shows it>",
+                        repr(fd.host_program(0)))  # fmt: skip
+    assert re.fullmatch(r"<CompiledProgram: \d+ ops on 8 ranks>", repr(fd.compile()))
+    assert re.fullmatch(r"<fd\.ops: \d+ ops; dir\(fd\.ops\) lists them, .*>", repr(fd.ops))
+
+
+def test_a_misspelt_name_of_the_package_carries_what_python_needs_to_suggest_another() -> None:
+    with pytest.raises(AttributeError) as caught:
+        mf.visualise  # noqa: B018
+    assert caught.value.name == "visualise" and caught.value.obj is mf
+
+
+def test_explain_of_a_name_that_is_not_there_is_at_the_user_s_line() -> None:
+    with pytest.raises(DefinitionError, match=r"no such tensor: found 'h9\.mlp\.up', .*test_layer_folding\.py:\d+"):
+        deep(3).explain("h9.mlp.up")

@@ -98,6 +98,9 @@ class Bill:
             return f"no communication{self._certificate()}"
         return table(self._rows(), right=(2, 3)) + self._certificate()
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def _repr_html_(self) -> str:
         if not self.entries:
             return html_lines(str(self))

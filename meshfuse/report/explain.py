@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ..compiler import CompiledProgram
-from ..errors import DefinitionError, shown, user_error
+from ..errors import DefinitionError, SourceLine, shown, user_error
 from ..graph import Graph, Node, users
 from ..layer_folding import fold_rows
 from ..number_text import duration, figures, number
@@ -60,7 +60,7 @@ def _plan_of(graph: Graph) -> str:
     return f"the plan for {', '.join(sizes)}"
 
 
-def tensor_named(compiled: CompiledProgram, name: str) -> int:
+def tensor_named(compiled: CompiledProgram, name: str, line: SourceLine | None = None) -> int:
     """The tensor of this name: t3, or the script's own variable (the last of several values).
 
     Raises DefinitionError where there is none.
@@ -73,7 +73,7 @@ def tensor_named(compiled: CompiledProgram, name: str) -> int:
     if len(tensors) > _SHOWN:
         names = dict.fromkeys(tensor.label.split(" ")[0] for tensor in tensors)
         known = ", ".join(difflib.get_close_matches(name, names, 3) or [*names][:_SHOWN])
-    raise user_error("no such tensor", shown(name), f"one of {known}", "Name one of these.")
+    raise user_error("no such tensor", shown(name), f"one of {known}", "Name one of these.", line)
 
 
 class Explainer:

@@ -45,6 +45,9 @@ class Memory:
     def __str__(self) -> str:
         return f"at most {number(self.peak)} bytes per rank, {self.step}\n{table(self._rows(), right=(0,))}"
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def _repr_html_(self) -> str:
         return html_table(self._rows(), right=(0,), caption=f"at most {number(self.peak)} bytes per rank, {self.step}")
 
