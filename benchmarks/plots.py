@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,11 @@ def bills(axes: Any, results: Results) -> None:
         there = [(max(r[column], LEAST_MB), place) for place, r in zip(places, results, strict=True)
                  if r.get(column) is not None]  # fmt: skip
         axes.scatter(*zip(*there, strict=True), s=22, color=colour, marker=marker, label=label, zorder=3)
-    axes.set_xscale("log")
+    _logarithmic(axes, [LEAST_MB, 0.01, 0.1, 1, 10, 100], {LEAST_MB: "0"})
     axes.set_yticks(places, [r["id"] for r in results])
     axes.invert_yaxis()
-    axes.set_xlabel("MB that a rank sends (0 at the left edge)")
-    axes.set_title("Bytes on the wire of 31 programs, the same annotations")
+    axes.set_xlabel("MB that a rank sends")
+    axes.set_title(f"Bytes on the wire of {len(results)} programs, the same annotations")
 
 
 def planning(axes: Any, results: Results) -> None:
@@ -46,8 +46,8 @@ def planning(axes: Any, results: Results) -> None:
     axes.plot(ops, [r["ops"] * r["us_per_op"] / 1e6 for r in results], color=OURS, marker="o", label="compiling")
     axes.plot(ops, [r["ops"] * r["define_us_per_op"] / 1e6 for r in results], color=GREY, marker=".", label="defining")
     for r in results:
-        axes.annotate(f"{r['us_per_op']:,.0f} µs per op", (r["ops"], r["ops"] * r["us_per_op"] / 1e6), (0, 7),
-                      textcoords="offset points", ha="center", fontsize=8, color=OURS)  # fmt: skip
+        axes.annotate(f"{r['us_per_op']:,.0f} µs per op", (r["ops"], r["ops"] * r["us_per_op"] / 1e6), (4, 8),
+                      textcoords="offset points", ha="right", fontsize=8, color=OURS)  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.margins(x=0.12, y=0.12)
@@ -65,10 +65,17 @@ def steps(axes: Any, results: Results) -> None:
         if there:
             axes.scatter(*zip(*there, strict=True), s=26, color=colour, marker=marker, label=label, zorder=3)
     axes.axvline(1, color=HAND, linewidth=1)
+    _logarithmic(axes, [0.05, 0.1, 0.2, 0.5, 1, 2, 5], {})
     axes.set_yticks(range(len(works)), [f"{work}, {ranks} ranks" for work, ranks in works])
     axes.invert_yaxis()
     axes.set_xlabel("time of a step, the eager hand-written one's = 1")
     axes.set_title("Steps on gloo ranks, beside torch by hand and DTensor")
+
+
+def _logarithmic(axes: Any, ticks: Sequence[float], labels: Mapping[float, str]) -> None:
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, [labels.get(tick, f"{tick:g}") for tick in ticks])
+    axes.minorticks_off()
 
 
 # By benchmark what draws it, and the size of the picture in inches.

@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from scripts import ROOT, script
 
+SVG = "{http://www.w3.org/2000/svg}"
 PLOTS = script("benchmarks/plots.py")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def elements(text: str, name: str) -> Iterator[ElementTree.Element]:
+    return ElementTree.fromstring(text).iter(SVG + name)
 
 
 def results(name: str) -> list[dict]:
@@ -25,7 +31,7 @@ def test_a_plot_has_a_mark_for_every_result_and_is_the_one_in_the_docs(name: str
     assert PLOTS.main([name, "--out", str(tmp_path)]) == 0
     text = (tmp_path / f"{name}.svg").read_text()
     assert text == (ROOT / "docs" / "plots" / f"{name}.svg").read_text(), "run .venv/bin/python benchmarks/plots.py"
-    words = {"".join(node.itertext()).strip() for node in ElementTree.fromstring(text).iter("{*}text")}
+    words = {"".join(node.itertext()).strip() for node in elements(text, "text")}
     if name == "bills":
         assert {r["id"] for r in results(name)} <= words and {"meshfuse", "XLA", "DTensor"} <= words
     elif name == "compile":
@@ -36,12 +42,12 @@ def test_a_plot_has_a_mark_for_every_result_and_is_the_one_in_the_docs(name: str
 
 @pytest.mark.slow
 def test_marks_stand_where_the_results_are(tmp_path: Path) -> None:
-    """Twice the bytes are as far to the right everywhere: the axis is logarithmic, and no program is left out."""
+    """Twice the bytes are as far to the right everywhere, as the axis is logarithmic; no program is left out."""
     made = [{"id": f"p{i}", "ours_mb": 2.0**i, "xla_cpu_mb": 2.0 ** (i + 1), "dtensor_mb": None if i else 8.0}
             for i in range(4)]  # fmt: skip
     text = PLOTS.draw("bills", made, tmp_path).read_text()
-    groups = {node.get("id"): node for node in ElementTree.fromstring(text).iter("{*}g")}
-    marks = [[float(use.get("x")) for use in groups[f"PathCollection_{i}"].iter("{*}use")] for i in (1, 2, 3)]
+    groups = {node.get("id"): node for node in elements(text, "g")}
+    marks = [[float(use.get("x")) for use in groups[f"PathCollection_{i}"].iter(f"{SVG}use")] for i in (1, 2, 3)]
     dtensor, xla, ours = marks
     step = ours[1] - ours[0]
     assert len(dtensor) == 1 and len(xla) == len(ours) == 4 and step > 0
