@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -151,7 +152,7 @@ def test_a_name_that_is_not_there_is_answered_with_near_ones() -> None:
 
 
 @pytest.mark.slow
-def test_a_llama_s_bill_says_its_modules_once() -> None:
+def test_a_llama_s_bill_and_page_say_its_modules_once(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
         vocab_size=64, use_cache=False,
@@ -170,6 +171,8 @@ def test_a_llama_s_bill_says_its_modules_once() -> None:
         assert text.count(f"model.layers.*.{module}.mm x2 ") == 1
     assert sum(e.tensor.startswith("model.layers.1.mlp.down_proj.mm_") for e in bill.entries) == 1
     assert "model.layers.*" in model.explain()
+    shown = model.show(tmp_path / "page.html")
+    assert "model.layers.*.mlp.down_proj.mm" in shown.html and '"names":["forward"]' in shown.html
 
 
 def test_a_prompt_shows_what_print_shows() -> None:

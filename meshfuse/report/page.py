@@ -25,13 +25,18 @@ from .page_rows import PageRows, parts_of_axes, rank_text
 from .page_timeline import Bar, Lane, lanes
 
 
-def page(programs: Sequence[CompiledProgram], title: str = "meshfuse", alternatives: bool = True) -> str:
-    """The page of some compiled programs. With `alternatives` the runner-up of every collective is computed."""
+def page(
+    programs: Sequence[CompiledProgram], title: str = "meshfuse", alternatives: bool = True, names: Sequence[str] = ()
+) -> str:
+    """The page of some compiled programs. With `alternatives` the runner-up of every collective is computed.
+
+    names: what to call each program; without them they are numbered.
+    """
     bills = [bill_of(compiled, alternatives) for compiled in programs]
     shown = [_program(compiled, bill) for compiled, bill in zip(programs, bills, strict=True)]
     template = _template()
     tables = "\n".join(_table(place, bill) for place, bill in enumerate(bills))
-    parts = {"TITLE": html.escape(title), "TABLES": tables, "DATA": _script_text({"programs": shown})}
+    parts = {"TITLE": html.escape(title), "TABLES": tables, "DATA": _script_text({"programs": shown, "names": names})}
     for name, text in parts.items():
         template = template.replace(f"@{name}@", text)
     return template

@@ -113,8 +113,8 @@ def parts_of_axes(shardings: Iterable[Sharding]) -> list[tuple[str, str, str]]:
     found = dict[tuple[str, str, str], None]()
     for sharding in shardings:
         for split in sharding.splits:
-            if split.bound and split.size != sharding.mesh.axis_size(split.axis):
-                found[lay.split_text(split, sharding.mesh), split.axis or "", _digit(split, sharding.mesh)] = None
+            if split.axis in sharding.mesh.names and split.size != sharding.mesh.axis_size(split.axis):
+                found[lay.split_text(split, sharding.mesh), split.axis, _digit(split, sharding.mesh)] = None
     return sorted(found)
 
 

@@ -36,12 +36,14 @@ class ShownPage:
         return f'<iframe style="{look}" srcdoc="{escaped(self.html)}"></iframe>'
 
 
-def show_page(programs: Sequence[CompiledProgram], path: Any, alternatives: bool, line: SourceLine) -> ShownPage:
+def show_page(
+    programs: Sequence[CompiledProgram], path: Any, alternatives: bool, line: SourceLine, names: Sequence[str] = ()
+) -> ShownPage:
     """The page of these programs, in a file where a path is given, or where no notebook shows it.
 
     A browser opens where there is a terminal and no path.
     """
-    text = page(programs, file_name(line.file), alternatives)
+    text = page(programs, file_name(line.file), alternatives, names)
     if path is not None:
         return _written(text, path, line)
     if "ipykernel" in sys.modules:
