@@ -10,6 +10,7 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
+import programs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -304,6 +305,33 @@ def test_nothing_begins_before_what_it_reads_is_there(make: Callable[[], mf.Fusi
                 if whole and key in first and made.get(value) in last:
                     assert first[key] >= last[made[value]] - 1e-15
             made.update(dict.fromkeys(statement.outputs, key))
+
+
+def moves_nothing() -> mf.FusionDefinition:
+    """A step between shardings for which no rank sends anything."""
+    return programs.PROGRAMS["l5"].define()
+
+
+def rows_of_experts() -> mf.FusionDefinition:
+    mesh = mf.DeviceMesh((4,), ("ep",))
+    with mf.FusionDefinition() as fd:
+        x, chosen = fd.define_tensor([16, 8]), fd.define_tensor([16, 2], dtype=mf.DataType.Int)
+        scores, weight = fd.define_tensor([16, 2]), fd.define_tensor([8, 8, 8])
+        rows, expert = fd.ops.moe_dispatch(x, chosen, 8)
+        y = fd.ops.moe_combine(fd.ops.moe_linear(rows, expert, weight), chosen, scores)
+        fd.add_output(y)
+        for tensor in (x, chosen, y):
+            fd.mesh_split(tensor, mesh, ["ep", None])
+        fd.mesh_split(weight, mesh, ["ep", None, None], stationary=True)
+    return fd
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [moves_nothing, rows_of_experts])
+def test_every_collective_has_a_bar(make: Callable[[], mf.FusionDefinition]) -> None:
+    program = program_of(make())
+    bars = {bar[3] for lane in program["timeline"] for bar in lane["bars"]}
+    assert program["collectives"] and bars - {-1} == set(range(len(program["collectives"])))
 
 
 def test_chunks_overlap_with_their_collectives() -> None:

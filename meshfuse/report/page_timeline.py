@@ -16,7 +16,6 @@ from ..compiler import CompiledProgram
 from ..lowering.overlapped import ChunkLoop
 from ..placement.exchanges import exchange_seconds
 from ..placement.roofline import computing_seconds, stored_by, stored_tensors
-from ..reshard.steps import StepKind
 from ..resharding import Compute, Reshard, Statement
 from ..sharding.layout import Split
 
@@ -120,8 +119,8 @@ class _Play:
         return self._add(event, places, read, [_COMPUTING])
 
     def _sent(self, reshard: Reshard, parts: int, read: set[int]) -> int | None:
-        """The event of a collective; None for a slice, which takes no time."""
-        if reshard.step.kind is StepKind.SLICE:
+        """The event of a collective; None where ranks send nothing, which takes no time."""
+        if reshard.outputs not in self.in_bill:
             return None
         ranks = sorted({*reshard.step.src.mesh.ranks, *reshard.step.dst.mesh.ranks})
         numbers: dict[tuple[int, ...], int] = {}
