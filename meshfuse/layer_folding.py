@@ -66,13 +66,14 @@ def merged_names(texts: Sequence[str]) -> str:
 
 
 def layer_pattern(name: str) -> str:
-    """A name with `*` for the numbers of its layers."""
-    return "*".join(_pieces(name)[::2])
+    """A name with `*` for the number of its layer, the first: `layers.*.0.weight` is one of a layer's own modules."""
+    before, *after = _pieces(name)
+    return "*".join([before, "".join(after[1:])]) if after else name
 
 
 def layer_key(text: str) -> str:
     """Equal for texts that differ only in the layers of their names, and in what numbers tensors and captured ops."""
-    return layer_pattern(_plain(text))
+    return "*".join(_pieces(_plain(text))[::2])
 
 
 def _plain(text: str) -> str:

@@ -46,6 +46,7 @@ def test_numbers_of_layers_are_left_out_and_no_others(text: str, pattern: str) -
 
 def test_a_pattern_of_parameters_keeps_all_other_numbers() -> None:
     assert layer_pattern("layers.0.w_1") == "layers.*.w_1" and layer_pattern("h3.fc2.weight") == "h*.fc2.weight"
+    assert layer_pattern("layers.3.2.weight") == "layers.*.2.weight" and layer_pattern("head.weight") == "head.weight"
 
 
 def test_numbers_that_do_not_differ_stay() -> None:
