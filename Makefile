@@ -10,13 +10,13 @@ PYTEST = $(PY) -m pytest -q
 # Three tests at a time on two cores: those that start ranks come one after another (tests/conftest.py), and mostly wait.
 PARALLEL = -n 3 --dist loadscope
 
-.PHONY: help env run check docs docs-serve quick test test-all test-nvfuser test-models ledger ledger-check faults fuzz lint gpu-check
+.PHONY: help env run check docs docs-serve quick test test-all test-nvfuser test-browser test-models ledger ledger-check faults fuzz lint gpu-check
 .PHONY: bench bench-bills bench-compile bench-runtime bench-session test-session bench-models bench-thunder
 
 help:
 	@echo "make run        environment and main job: a GPT on simulated ranks, then on 4 real ones"
 	@echo "make check      lint, and a few cases of each test that is quick and starts no process; 3 minutes"
-	@echo "make test       nvFuser's tests in their own environment, then the main suite"
+	@echo "make test       nvFuser's tests in their own environment, the page's in Chromium, then the main suite"
 	@echo "make test-all   all cases of the tests of which 'make test' runs a sample"
 	@echo "make test-models  all models of Hugging Face that are known to work, minutes"
 	@echo "make docs       the site of the documentation, in build/site; make docs-serve shows it on loopback"
@@ -26,7 +26,8 @@ help:
 	@echo "make faults     kills, stops and misleads ranks, REPEAT=20 times each, and looks at what is left"
 	@echo "make test-session  the tests of sessions, each fault REPEAT=20 times"
 	@echo "make fuzz       random programs until one fails or Ctrl-C"
-	@echo "make bench      the benchmarks: bench-bills (bytes on the wire), bench-compile (time to compile)"
+	@echo "make bench      the benchmarks, which draw results in docs/plots: bench-bills (bytes on the wire),"
+	@echo "                bench-compile (time to compile)"
 	@echo "                and bench-runtime (steps on real ranks, beside hand-written torch and DTensor),"
 	@echo "                bench-session (calls of a session and rpc, beside a bare channel and torch's RPC)"
 	@echo "                bench-models (steps of a Llama beside DTensor and FSDP2), bench-thunder (beside Thunder's)"
@@ -50,7 +51,7 @@ quick: env
 	@$(PYTEST) $(PARALLEL) --quick
 
 # pytest's closing line for the main suite comes last: CI reads it.
-test: env test-nvfuser
+test: env test-nvfuser test-browser
 	@$(PYTEST) $(PARALLEL)
 
 # Status 3: not to be had on this machine, said by tools/env.py in one line. CI has it, so there it is an error.
@@ -58,6 +59,12 @@ test-nvfuser:
 	@python=$$($(ENV) nvfuser); status=$$?; \
 	if [ $$status -eq 0 ]; then $$python -m pytest -q $(PARALLEL) -m nvfuser tests/nvfuser && \
 	$$python -m pytest -q $(PARALLEL) -m thunder tests/thunder; \
+	elif [ $$status -ne 3 ] || [ -n "$$CI" ]; then exit $$status; fi
+
+# Status 3 as above.
+test-browser: env
+	@$(PYTHON) tools/browser.py >/dev/null; status=$$?; \
+	if [ $$status -eq 0 ]; then $(PYTEST) -n 0 -m browser tests/browser; \
 	elif [ $$status -ne 3 ] || [ -n "$$CI" ]; then exit $$status; fi
 
 test-all: env
@@ -103,13 +110,16 @@ bench: bench-bills bench-compile bench-runtime bench-session bench-models
 
 bench-bills: env
 	@$(PY) benchmarks/bills/run.py
+	@$(PY) benchmarks/plots.py bills
 
 bench-compile: env
 	@$(PY) benchmarks/compile/run.py
+	@$(PY) benchmarks/plots.py compile
 
 bench-runtime: env
 	@$(PY) benchmarks/runtime/run.py
 	@$(PY) benchmarks/runtime/first_calls.py
+	@$(PY) benchmarks/plots.py runtime
 
 bench-session: env
 	@$(PY) benchmarks/session/run.py

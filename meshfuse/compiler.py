@@ -79,6 +79,10 @@ class CompiledProgram:
     taken_from: Graph | None = None
     _programs: dict[int, HostProgram] = field(default_factory=dict, repr=False)
 
+    def __repr__(self) -> str:
+        ops, ranks = len(self.graph.nodes), len(self.ranks)
+        return f"<CompiledProgram: {ops} op{'s' if ops != 1 else ''} on {ranks} rank{'s' if ranks != 1 else ''}>"
+
     @property
     def graph(self) -> Graph:
         return self.sharded.graph

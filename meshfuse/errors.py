@@ -57,10 +57,15 @@ class SourceLine:
 
     def label(self, name: str) -> str:
         """A name of ours, with the tensor's own, or with the variable that the line assigns if it does: `x (t0)`."""
+        return f"{self.called} ({name})" if self.called not in ("", name) or self.name else name
+
+    @property
+    def called(self) -> str:
+        """The name of the tensor that the line makes, else the variable that the line assigns; "" without either."""
         if self.name:
-            return f"{self.name} ({name})"
+            return self.name
         found = _ASSIGNED.match(self.text) if ";" not in self.text else None
-        return f"{found.group(1)} ({name})" if found and found.group(1) != name else name
+        return found.group(1) if found else ""
 
     def of_gradient(self) -> SourceLine:
         """The line, marked as that of the gradient of what it makes."""

@@ -30,9 +30,10 @@ from .preparation import prepared
 from .programs import Programs, Shapes
 from .recorded_calls import Backwards
 from .report.bill import Bill, bill_of
-from .report.explain import explain_all, explain_tensor
+from .report.explain import explain_all, explain_tensor, tensor_named
 from .report.memory import Memory, modelled_memory
 from .report.reprint import definition_source
+from .report.shown_page import ShownPage, show_page
 from .runtime.world import World
 from .sharding.value import Sharding
 
@@ -295,11 +296,17 @@ class FusionDefinition(WrittenDefinition):
         """The program that ran or was compiled last, for these shapes if any are given; compiled if there is none."""
         return self._programs.latest(shapes, caller_line())
 
-    def explain(self, tensor: TensorView | None = None, *shapes: Sequence[int]) -> str:
-        """Why a tensor is sharded as it is, and what is communicated for it; without a tensor a table of them all."""
+    def explain(self, tensor: TensorView | str | None = None, *shapes: Sequence[int]) -> str:
+        """Why a tensor is sharded as it is, and what is communicated for it; without a tensor a table of them all.
+
+        A tensor is named by itself, or as bills call it. Raises DefinitionError for what is none of the definition's.
+        """
         line = caller_line()
         if tensor is None:
             return Lines(explain_all(self.latest(shapes)))
+        if isinstance(tensor, str):
+            compiled = self.latest(shapes)
+            return Lines(explain_tensor(compiled, tensor_named(compiled, tensor, line)))
         return Lines(explain_tensor(self.latest(shapes), own(self, tensor, "explain", line).id))
 
     def bill(self, *shapes: Sequence[int], alternatives: bool = False) -> Bill:
@@ -310,6 +317,17 @@ class FusionDefinition(WrittenDefinition):
         """
         check_flags(caller_line(), alternatives=alternatives)
         return bill_of(self.latest(shapes), alternatives)
+
+    def show(self, path: Any = None, *shapes: Sequence[int], alternatives: bool = False) -> ShownPage:
+        """One page with the ops, their shardings, the collectives and a timeline, for a browser; a notebook shows it.
+
+        path: the file to write; None for a temporary one, which a browser opens where there is a terminal, and for none
+        in a notebook. With `alternatives` it has every collective's runner-up. Raises DefinitionError for a path that
+        cannot be written.
+        """
+        line = caller_line()
+        check_flags(line, alternatives=alternatives)
+        return show_page([self.latest(shapes)], path, alternatives, line)
 
     def memory(self, *shapes: Sequence[int]) -> Memory:
         """The most bytes that a rank holds at once, as modelled, and in what; `print(fd.memory())` shows it."""

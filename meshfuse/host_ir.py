@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .errors import file_name
+from .graph import Graph
 from .html_text import html_lines
+from .layer_folding import fold_rows, layer_key, repeats
 from .lowering.buffer_checker import BufferChecker
 from .lowering.effects import Effects, effects, mentioned
 from .lowering.instructions import (
@@ -30,6 +33,10 @@ from .lowering.instructions import (
 from .lowering.rank_lowering import RankLowering
 from .lowering.schedule import IN_FLIGHT
 from .lowering.segments import SegmentedDefinition
+from .ops.values import TensorRef
+
+# Names of values, work and kernels, which programs number throughout.
+_NUMBERED = re.compile(r"\b(v|w|segment_)\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +45,8 @@ class HostProgram:
 
     `params` are the names of the inputs, `outputs` the names that are returned (None where this rank holds no part of
     an output). `digest` identifies the definition and its shapes, and is equal on all ranks. `notes` are pairs of a
-    kernel's name and a comment on what computes it and why.
+    kernel's name and a comment on what computes it and why. `names` are pairs of a parameter and what the script calls
+    it.
     """
 
     rank: int
@@ -47,6 +55,7 @@ class HostProgram:
     outputs: tuple[str | None, ...]
     digest: str
     notes: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+    names: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -89,7 +98,13 @@ class HostProgram:
         return out, where
 
     def __str__(self) -> str:
-        out = [f"# rank {self.rank}", "import torch", "import torch.nn.functional as F", "import meshfuse.kernels as K"]
+        out = [
+            f"# rank {self.rank}",
+            *_inputs(self.names),
+            "import torch",
+            "import torch.nn.functional as F",
+            "import meshfuse.kernels as K",
+        ]
         out.append("M = meshfuse.runtime.buffers.device_memory(device)")
         for group in self.groups:
             out.append(f"{group_name(group)} = world.group({group})")
@@ -102,9 +117,40 @@ class HostProgram:
             out.append(line + (notes.get(line) or _comment(where.get(number))))
         return "\n".join(out)
 
+    def __repr__(self) -> str:
+        many = f"{len(self.instructions)} instructions, {len(self.communications)} communications"
+        return f"<HostProgram of rank {self.rank}: {many}; print shows it>"
+
+    def folded(self) -> str:
+        """The text of the program, in which lines that equal layers repeat stand once: to read, not to run."""
+        lines = str(self).split("\n")
+        out, place = list[str](), 0
+        for start, period, count in repeats([_layer_line(line) for line in lines]):
+            once = lines[start : start + period]
+            indent = min((line[: len(line) - len(line.lstrip())] for line in once if line), default="")
+            out += [*lines[place:start], *once, f"{indent}# {count - 1} more times these {period} lines"]
+            place = start + period * count
+        return "\n".join([*out, *lines[place:]])
+
     def _repr_html_(self) -> str:
         many = f"{len(self.instructions)} instructions, {len(self.communications)} communications"
-        return html_lines(str(self), f"rank {self.rank}: {many}")
+        return html_lines(self.folded(), f"rank {self.rank}: {many}")
+
+
+def _inputs(names: Sequence[tuple[str, str]]) -> list[str]:
+    """Comments that say what the parameters are called, those of equal layers in one line."""
+    rows = fold_rows([(label,) for _, label in names], (0,))
+    return [f"# {row.cells[0]}{row.times}: {_few([names[i][0] for i in row.places])}" for row in rows]
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) < 5 else [*names[:2], "...", names[-1]])
+
+
+def _layer_line(line: str) -> str:
+    """Equal for lines of a program that differ only in the layer that they belong to."""
+    code, mark, comment = line.partition("  # ")
+    return _NUMBERED.sub(r"\1*", code) + mark + layer_key(comment)
 
 
 def _text(instruction: Instruction, simulated: bool) -> str:
@@ -260,4 +306,13 @@ def lower_to_host_ir(segmented: SegmentedDefinition, rank: int, digest: str, in_
 
     `in_flight` limits the bytes of communications that are issued ahead of their use.
     """
-    return HostProgram(rank, *RankLowering(segmented, rank).run(in_flight), digest)
+    program = HostProgram(rank, *RankLowering(segmented, rank).run(in_flight), digest)
+    return replace(program, names=tuple(_labels(segmented.resharded.graph, program.params)))
+
+
+def _labels(graph: Graph, params: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The parameters that the script has names for, with these."""
+    for ref, param in zip(graph.inputs, params, strict=True):
+        tensor = graph.tensors[ref.id] if isinstance(ref, TensorRef) else None
+        if tensor is not None and tensor.label != tensor.name:
+            yield param, tensor.label

@@ -19,7 +19,7 @@ def html_table(rows: Sequence[Sequence[str]], right: Collection[int] = (), capti
     rows = rows if len(rows) <= _MOST_ROWS else [*rows[: _MOST_ROWS - 2], _left_out(rows), rows[-1]]
     lines = [f"<tr>{''.join(_cell(text, c in right, kind) for c, text in enumerate(row))}</tr>"
              for row, kind in zip(rows, ("th", *("td",) * len(rows)), strict=False)]  # fmt: skip
-    below = f'<div style="padding:2px 8px">{escaped(caption)}</div>' if caption else ""
+    below = f'<div style="padding:2px 8px;font-size:12px">{escaped(caption)}</div>' if caption else ""
     look = 'cellpadding="4" style="font-size:12px;white-space:nowrap"'
     return f'<div style="overflow-x:auto"><table {look}>{"".join(lines)}</table>{below}</div>'
 
@@ -42,9 +42,12 @@ def html_lines(text: str, summary: str = "") -> str:
 
 
 class Lines(str):
-    """Text of several lines that a notebook shows as such."""
+    """Text of several lines that a notebook, and a terminal's prompt, show as such."""
 
     __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _repr_html_(self) -> str:
         return html_lines(self)

@@ -118,6 +118,14 @@ def test_nvfuser_s_promotion_is_said_where_it_happens() -> None:
     assert said in fd.explain(y) and "Float by nvFuser" not in fd.explain(z) + fd.explain(x)
 
 
+def test_an_op_of_a_list_of_tensors_is_explained() -> None:
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([8])
+        y = fd.ops.cat([x, x])
+        fd.add_output(y)
+    assert "made by cat(x (t0), x (t0))" in fd.explain(y) and "Float by nvFuser" not in fd.explain(y)
+
+
 def test_the_text_of_a_definition_has_the_casts() -> None:
     with mf.FusionDefinition(promotion="torch") as fd:
         x = fd.define_tensor([8], dtype=mf.DataType.BFloat16)

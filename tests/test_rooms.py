@@ -20,8 +20,8 @@ ORDER = (
     "graph", "definition", "scalars", "ops",
     "runtime", "sharding", "kernels",
     "cluster", "mesh", "mesh_arguments", "default_machine", "costs", "dtypes", "argument_checks", "disk_cache",
-    "errors", "gc_pause", "caches", "fast_dataclass", "file_locks", "html_text", "long_work", "number_text",
-    "traversal", "version", "whole_files",
+    "errors", "gc_pause", "caches", "fast_dataclass", "file_locks", "html_text", "layer_folding", "long_work",
+    "number_text", "traversal", "version", "whole_files",
 )  # fmt: skip
 # Imports that point up, by module. One that is mended must be taken out here.
 UPWARD = {

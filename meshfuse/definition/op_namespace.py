@@ -59,6 +59,9 @@ class OpNamespace:
     def __init__(self, fd: Definition):
         self._fd = fd
 
+    def __repr__(self) -> str:
+        return f"<fd.ops: {len(dir(self))} ops; dir(fd.ops) lists them, help(fd.ops.sum) is about one>"
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name in COMPOSITES:
             return OpFunction(call_composite, self._fd, name)

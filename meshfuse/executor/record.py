@@ -19,8 +19,8 @@ import torch
 
 from ..errors import ArgumentError, DefinitionError, caller_line, user_error
 from ..host_ir import HostProgram
-from ..lowering.instructions import CommunicationCall, group_name
-from .spans import Span, SpanKind, make_writable, write_trace
+from ..lowering.instructions import CommunicationCall, Kernel, group_name
+from .spans import Span, SpanKind, call_name, make_writable, write_trace
 
 # The folder that traces go to; nothing is recorded where it is not set.
 VARIABLE = "MESHFUSE_TRACE"
@@ -37,20 +37,20 @@ class Recorder:
         """Seconds since `begin`."""
         return time.perf_counter() - self.begin
 
-    def add(self, kind: SpanKind, name: str, start: float) -> None:
+    def add(self, kind: SpanKind, name: str, start: float, about: str = "") -> None:
         """Add a span that began at `start` and ends now."""
-        self.spans.append(Span(kind, name, start, self.now()))
+        self.spans.append(Span(kind, name, start, self.now(), about))
 
     def watch(self, scope: dict[str, Any], program: HostProgram) -> None:
         """Replace a bound program's kernels and groups by recording ones, where that has not been done."""
         for kernel in program.kernels:
             if not isinstance(scope[kernel.name], _RecordedKernel):
-                scope[kernel.name] = _RecordedKernel(self, kernel.name, scope[kernel.name])
+                scope[kernel.name] = _RecordedKernel(self, kernel, scope[kernel.name])
         calls = [i for i in program.instructions if isinstance(i, CommunicationCall)]
         for group in program.groups:
             name = group_name(group)
             if not isinstance(scope[name], _RecordedGroup):
-                names = [f"{c.kind} {c.about.tensor} ({c.work})" for c in calls if c.group == group]
+                names = [call_name(c.kind, c.about.tensor, c.work) for c in calls if c.group == group]
                 scope[name] = _RecordedGroup(self, scope[name], names)
 
 
@@ -96,14 +96,14 @@ def recorder(rank: int) -> Recorder | None:
 class _RecordedKernel:
     """A kernel's function that records its calls."""
 
-    def __init__(self, owner: Recorder, name: str, function: Callable[..., Any]):
-        self.owner, self.name, self.function = owner, name, function
+    def __init__(self, owner: Recorder, kernel: Kernel, function: Callable[..., Any]):
+        self.owner, self.name, self.about, self.function = owner, kernel.name, kernel.about, function
 
     def __call__(self, *arguments: Any) -> Any:
         start = self.owner.now()
         with torch.profiler.record_function(self.name):
             made = self.function(*arguments)
-        self.owner.add("kernel", self.name, start)
+        self.owner.add("kernel", self.name, start, self.about)
         return made
 
 

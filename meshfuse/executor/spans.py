@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,20 +12,26 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ..errors import user_error
+from ..layer_folding import fold_rows
 from ..whole_files import write_whole
 
 SpanKind = Literal["kernel", "communication", "wait"]
+_WORK = re.compile(r" \(w\w+\)$")
 KINDS: tuple[SpanKind, ...] = get_args(SpanKind)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a rank does from one moment to another, in seconds: a "kernel", a "communication" or a "wait"."""
+    """What a rank does from one moment to another, in seconds: a "kernel", a "communication" or a "wait".
+
+    about: for a reader, such as the ops and the tensor of a kernel.
+    """
 
     kind: SpanKind
     name: str
     start: float
     end: float
+    about: str = ""
 
     @property
     def seconds(self) -> float:
@@ -97,6 +104,20 @@ def rank_text(rank: RankTime) -> str:
     )
 
 
+def call_name(kind: str, tensor: str, work: str) -> str:
+    """What a communication, and the wait for it, is called in a trace."""
+    return f"{kind} {tensor} ({work})"
+
+
+def longest_waits(spans: Sequence[Span], shown: int = 6) -> list[str]:
+    """Lines on the communications that a rank waits for longest, those of equal layers as one."""
+    waits = [s for s in spans if s.kind == "wait" and s.seconds > 0]
+    rows = fold_rows([(_WORK.sub("", s.name),) for s in waits], (0,))
+    found = [(sum(waits[i].seconds for i in row.places), f"{row.cells[0]}{row.times}") for row in rows]
+    found.sort(key=lambda pair: -pair[0])
+    return [f"  waits {microseconds(seconds)} for {name}" for seconds, name in found[:shown]]
+
+
 def make_writable(folder: str) -> None:
     """Make a folder. Raises OSError where no file can be made in it."""
     os.makedirs(folder, exist_ok=True)
@@ -114,7 +135,8 @@ def write_trace(path: str, rank: int, spans: Sequence[Span]) -> None:
         *({"ph": "M", "pid": rank, "tid": tid, "name": "thread_name", "args": {"name": kind}}
           for tid, kind in enumerate(KINDS)),
         *({"ph": "X", "pid": rank, "tid": KINDS.index(s.kind), "cat": s.kind, "name": s.name,
-           "ts": s.start * 1e6, "dur": s.seconds * 1e6} for s in spans),
+           "ts": s.start * 1e6, "dur": s.seconds * 1e6, **({"args": {"about": s.about}} if s.about else {})}
+          for s in spans),
     ]  # fmt: skip
     write_events(path, events)
 

@@ -19,6 +19,7 @@ from ..errors import SourceLine, caller_line, line_in_script, located, shown, us
 from ..mesh import DeviceMesh
 from ..report.bill import Bill, bill_of
 from ..report.memory import modelled_memory
+from ..report.shown_page import ShownPage, show_page
 from ..runtime.world import World
 from .accumulating import SYNCED, Sync, terms_held
 from .attentions import check_attends
@@ -287,6 +288,11 @@ class ParallelModule(nn.Module):
             yield
         finally:
             state.accumulates = before
+
+    def show(self, path: Any = None) -> ShownPage:
+        """One page with the ops of the latest step, forward and backward, for a browser; as `fd.show`."""
+        halves = _halves(self)
+        return show_page([half.fd.latest() for half in halves.values()], path, False, caller_line(), list(halves))
 
     def explain(self, name: str | None = None) -> str:
         """Why a parameter or an activation lies as it does, forward and backward; without a name a table of all.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import SourceLine, caller_line, user_error
+from ..layer_folding import layer_pattern
 from ..mesh import DeviceMesh
 from ..number_text import duration, number
 from ..sharding.layout import Split
@@ -207,8 +208,8 @@ class Plan:
     @property
     def checkpoint(self) -> str | None:
         """The pattern of the modules that are computed again; None for none."""
-        layers = [name for name in self.parameters if re.search(r"\.\d+\.", name)]
-        return re.sub(r"\.\d+\..*", ".*", layers[0]) if self.recomputes and layers else None
+        layers = [pattern for pattern in map(_pattern, self.parameters) if "*" in pattern]
+        return layers[0][: layers[0].index("*") + 1] if self.recomputes and layers else None
 
     def _proof(self) -> str:
         if self.gap is None:
@@ -238,12 +239,25 @@ def axes_in(spec: Iterable[Any]) -> set[str]:
 
 
 def _folded(specs: Mapping[str, Spec]) -> dict[str, Spec]:
-    """Specs by pattern, where all parameters that a pattern of layers fits lie alike."""
-    of: dict[str, set[str]] = {}
+    """Specs by pattern of layers, as most parameters that it fits lie; behind them those that lie otherwise.
+
+    Of several entries that fit a parameter `mf.parallelize` takes the last.
+    """
+    of: dict[str, Counter[Spec]] = {}
     for name, spec in specs.items():
-        of.setdefault(_pattern(name), set()).add(str(spec))
-    return {_pattern(name) if len(of[_pattern(name)]) == 1 else name: spec for name, spec in specs.items()}
+        of.setdefault(_pattern(name), Counter())[_hashable(spec)] += 1
+    most = {pattern: counts.most_common(1)[0][0] for pattern, counts in of.items()}
+    first: dict[str, Spec] = {}
+    for name, spec in specs.items():
+        if _hashable(spec) == most[_pattern(name)]:
+            first.setdefault(_pattern(name), spec)
+    return first | {name: spec for name, spec in specs.items() if _hashable(spec) != most[_pattern(name)]}
 
 
 def _pattern(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name, count=1)
+    """A name with the first number of a layer left open, also where the name begins with it."""
+    return layer_pattern(f".{name}")[1:]
+
+
+def _hashable(spec: Spec) -> Spec:
+    return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in spec)

@@ -41,6 +41,14 @@ class Kernel:
         return f"def {self.name}({', '.join(self.params)}):"
 
     @property
+    def about(self) -> str:
+        """Its ops, and what the script calls the last tensor that they make: `add, linear (h0.mlp.up)`."""
+        ops = list(dict.fromkeys(op for op, _ in self.origins))
+        shown = ", ".join([*ops[:3], *(["..."] if len(ops) > 3 else [])])
+        called = next((line.called for _, line in reversed(self.origins) if line.called), "")
+        return f"{shown} ({called})" if called else shown
+
+    @property
     def before(self) -> int:
         """The number of lines before those of the ops."""
         return bool(self.written) + 1 + len(self.unpacks)

@@ -42,9 +42,10 @@ def widened_from(call: Call) -> DataType | None:
     """
     if len(call.results) != 1 or call.results[0].dtype is not DataType.Float:
         return None
-    if any(param.kind is K.DTYPE for param in call.op.params) or not any(call.types):
+    dtypes = operand_dtypes(call)
+    if any(param.kind is K.DTYPE for param in call.op.params) or not dtypes:
         return None
-    found = promoted(operand_dtypes(call))
+    found = promoted(dtypes)
     return found if found.is_reduced_float else None
 
 

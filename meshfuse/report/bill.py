@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from ..compiler import CompiledProgram
 from ..default_machine import default_machine, name_of
 from ..html_text import html_lines, html_table
+from ..layer_folding import FoldedRow, fold_rows
 from ..number_text import duration, micro, number
 from ..placement.exchanges import exchange_seconds, exchange_wire
 from ..resharding import Compute, Reshard
@@ -62,6 +63,9 @@ class BillEntry:
 class Bill:
     """All collectives of a program, in order, and how good its plan is. `print` shows a table of them.
 
+    In the table equal collectives of equal layers are one row, `h*.mlp.up x32`, with their bytes and time in all;
+    `entries` and `to_dict` have each by itself.
+
     step_seconds: the modelled time of a step: of one rank's computation and of all moves.
     machine: that on whose links time is modelled where meshes have none of their own; "" where they have.
     gap: the part of it by which a better plan may take less; 0 where the plan is proven the best, None where that is
@@ -94,20 +98,31 @@ class Bill:
             return f"no communication{self._certificate()}"
         return table(self._rows(), right=(2, 3)) + self._certificate()
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def _repr_html_(self) -> str:
         if not self.entries:
             return html_lines(str(self))
         return html_table(self._rows(), right=(2, 3), caption=self._certificate().strip())
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """A heading, a row for each collective, and their total."""
+        """A heading, a row for each collective, or for equal ones of equal layers, and their total."""
         rows: list[tuple[str, ...]] = [("collective", "axis", "bytes", "us", "tensor", "why", "line")]
-        rows += [
-            (e.collective, e.axes, number(e.wire), micro(e.seconds), e.tensor, e.why, e.line) for e in self.entries
-        ]
+        rows += map(self._row, self.folded())
         count = len(self.entries)
         plural = f"{count} collective{'s' if count > 1 else ''}"
         return [*rows, ("total", "", number(self.total), micro(self.seconds), "", plural, "")]
+
+    def folded(self) -> list[FoldedRow]:
+        """The entries that differ only in the numbers of their layers, as one: collective, axes, tensor, why, line."""
+        cells = [(e.collective, e.axes, e.tensor, e.why, e.line) for e in self.entries]
+        return fold_rows(cells, (2, 3), [(e.wire, e.seconds) for e in self.entries])
+
+    def _row(self, row: FoldedRow) -> tuple[str, ...]:
+        wire, seconds = (sum(getattr(self.entries[i], part) for i in row.places) for part in ("wire", "seconds"))
+        collective, axes, tensor, why, line = row.cells
+        return collective, axes, number(wire), micro(seconds), tensor + row.times, why, line
 
     def _certificate(self) -> str:
         """How good the plan is, as a line of its own; "" where that is not known."""
@@ -119,18 +134,20 @@ class Bill:
 
     def details(self) -> str:
         """For every collective its shardings, the annotations behind them, and its runner-up, as text."""
-        return "\n".join(line for entry in self.entries for line in self._details(entry)) or str(self)
+        rows = fold_rows([self._details(entry) for entry in self.entries], (0, 1))
+        return "\n".join(f"{row.cells[0]}{row.times}\n{row.cells[1]}" for row in rows) or str(self)
 
-    def _details(self, entry: BillEntry) -> list[str]:
+    def _details(self, entry: BillEntry) -> tuple[str, str]:
+        """A heading and the lines below it."""
         over = f" over {entry.axes}" if entry.axes else ""
         for_op = f" ({entry.op})" if entry.op else ""
-        lines = [f"{entry.collective}{over} of {entry.tensor}, {number(entry.wire)} bytes, {duration(entry.seconds)}"]
-        lines.append(f"  asked for by {entry.why}{for_op} at {entry.line}: {entry.source} -> {entry.target}")
+        head = f"{entry.collective}{over} of {entry.tensor}, {number(entry.wire)} bytes, {duration(entry.seconds)}"
+        lines = [f"  asked for by {entry.why}{for_op} at {entry.line}: {entry.source} -> {entry.target}"]
         lines += [f"  {entry.source} follows {text}" for text in entry.held_by]
         lines += [f"  {entry.target} follows {text}" for text in entry.needed_by]
         if entry.instead is not None:
             lines.append(f"  runner-up: {entry.instead}; now {number(self.total)} bytes and {duration(self.seconds)}")
-        return lines
+        return head, "\n".join(lines)
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import re
 from collections.abc import Iterator, Sequence
 
 from ..compiler import CompiledProgram
-from ..errors import DefinitionError, shown, user_error
+from ..errors import DefinitionError, SourceLine, shown, user_error
 from ..graph import Graph, Node, users
+from ..layer_folding import fold_rows
 from ..number_text import duration, figures, number
 from ..ops.promotion import widened_from
 from ..placement.op_meshes import MeshCosts
@@ -22,6 +24,7 @@ from .causes import Causes, annotated_where, quoted
 from .provenance import Origin, Provenance
 
 _SHOWN = 6  # A longer chain of reasons is shown with so many tensors.
+_SCREEN = 40  # A table of more rows has those of equal layers as one.
 
 
 def explain_tensor(compiled: CompiledProgram, tensor: int) -> str:
@@ -30,9 +33,9 @@ def explain_tensor(compiled: CompiledProgram, tensor: int) -> str:
 
 
 def explain_all(compiled: CompiledProgram) -> str:
-    """A table of all tensors: type, sharding, and why in a few words."""
+    """A table of all tensors: type, sharding, and why in a few words; of many, those of equal layers as one."""
     explainer, graph = Explainer(compiled), compiled.graph
-    rows = [("tensor", "type", "sharding", "why", "line")]
+    rows = list[tuple[str, ...]]()
     for tensor in graph.tensors:
         if tensor.id not in compiled.sharded.shardings:
             continue
@@ -40,7 +43,15 @@ def explain_all(compiled: CompiledProgram) -> str:
         rows.append((tensor.label, str(tensor.type), sharding, explainer.in_short(tensor.id), str(tensor.line)))
     meshes = dict.fromkeys(str(sharding.mesh) for sharding in compiled.sharded.shardings.values())
     near = [] if compiled.taken_from is None else [f"taken over from {_plan_of(compiled.taken_from)}"]
-    return "\n".join([f"on {', '.join(meshes)}", *near, table(rows)])
+    head = ("tensor", "type", "sharding", "why", "line")
+    return "\n".join([f"on {', '.join(meshes)}", *near, table([head, *_folded(rows)])])
+
+
+def _folded(rows: Sequence[tuple[str, ...]]) -> Sequence[tuple[str, ...]]:
+    """The rows of a table; where these are many, those of equal layers as one."""
+    if len(rows) <= _SCREEN:
+        return rows
+    return [(row.cells[0] + row.times, *row.cells[1:]) for row in fold_rows(rows, (0, 3))]
 
 
 def _plan_of(graph: Graph) -> str:
@@ -49,7 +60,7 @@ def _plan_of(graph: Graph) -> str:
     return f"the plan for {', '.join(sizes)}"
 
 
-def tensor_named(compiled: CompiledProgram, name: str) -> int:
+def tensor_named(compiled: CompiledProgram, name: str, line: SourceLine | None = None) -> int:
     """The tensor of this name: t3, or the script's own variable (the last of several values).
 
     Raises DefinitionError where there is none.
@@ -58,9 +69,11 @@ def tensor_named(compiled: CompiledProgram, name: str) -> int:
     for tensor in reversed(tensors):
         if name in (tensor.name, tensor.label, tensor.label.split(" ")[0]):
             return tensor.id
-    raise user_error(
-        "no such tensor", shown(name), f"one of {', '.join(t.label for t in tensors)}", "Name one of these."
-    )
+    known = ", ".join(tensor.label for tensor in tensors)
+    if len(tensors) > _SHOWN:
+        names = dict.fromkeys(tensor.label.split(" ")[0] for tensor in tensors)
+        known = ", ".join(difflib.get_close_matches(name, names, 3) or [*names][:_SHOWN])
+    raise user_error("no such tensor", shown(name), f"one of {known}", "Name one of these.", line)
 
 
 class Explainer:

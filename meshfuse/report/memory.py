@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..compiler import CompiledProgram
 from ..errors import SourceLine, user_error
 from ..html_text import html_table
+from ..layer_folding import FoldedRow, fold_rows
 from ..number_text import number
 from ..reshard.rematerialize import peak
 from ..resharding import Compute, ReshardedDefinition
@@ -32,7 +33,10 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The most bytes that a rank holds at once, in which op of which line, and the values held, largest first."""
+    """The most bytes that a rank holds at once, in which op of which line, and the values held, largest first.
+
+    `print` shows equal values of equal layers as one, `h*.mlp.up x32`, with their bytes in all.
+    """
 
     peak: int
     step: str
@@ -41,17 +45,28 @@ class Memory:
     def __str__(self) -> str:
         return f"at most {number(self.peak)} bytes per rank, {self.step}\n{table(self._rows(), right=(0,))}"
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def _repr_html_(self) -> str:
         return html_table(self._rows(), right=(0,), caption=f"at most {number(self.peak)} bytes per rank, {self.step}")
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """A heading, and a row for each of the largest values that are held."""
+        """A heading, and a row for each of the values that most of it is held in."""
         rows: list[tuple[str, ...]] = [("bytes", "tensor", "sharding", "from", "line")]
-        rows += [(number(h.nbytes), h.tensor, h.sharding, h.origin, h.line) for h in self.held[:_TOLD]]
-        left = self.held[_TOLD:]
+        found = sorted(self._folded(), key=lambda pair: -pair[0])
+        rows += [(number(nbytes), row.cells[0] + row.times, *row.cells[1:]) for nbytes, row in found[:_TOLD]]
+        left = found[_TOLD:]
         if left:
-            rows.append((number(sum(h.nbytes for h in left)), f"{len(left)} more", "", "", ""))
+            count = sum(len(row.places) for _, row in left)
+            rows.append((number(sum(nbytes for nbytes, _ in left)), f"{count} more", "", "", ""))
         return rows
+
+    def _folded(self) -> list[tuple[int, FoldedRow]]:
+        """The values that are held, those of equal layers as one, with their bytes."""
+        cells = [(h.tensor, h.sharding, h.origin, h.line) for h in self.held]
+        rows = fold_rows(cells, (0,), [h.nbytes for h in self.held])
+        return [(sum(self.held[i].nbytes for i in row.places), row) for row in rows]
 
 
 def modelled_memory(compiled: CompiledProgram) -> Memory:

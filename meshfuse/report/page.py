@@ -10,34 +10,33 @@ from __future__ import annotations
 import html
 import importlib.resources
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..compiler import CompiledProgram
 from ..errors import user_error
-from ..graph import Node
+from ..executor.spans import RankTime, Span, hidden_share
 from ..number_text import micro, number
 from ..resharding import Compute
-from ..sharding import layout as lay
 from ..sharding.layout import Split
-from ..sharding.value import Sharding
 from .bill import Bill, BillEntry, bill_of
 from .causes import quoted
-from .explain import Explainer
-from .page_timeline import Lane, lanes
-
-# A stretch of at most so many entries counts as repeated if it comes so many times in a row.
-LONGEST = 400
-LEAST = 3
+from .page_rows import PageRows, parts_of_axes, rank_text
+from .page_timeline import Bar, Lane, lanes
 
 
-def page(programs: Sequence[CompiledProgram], title: str = "meshfuse", alternatives: bool = True) -> str:
-    """The page of some compiled programs. With `alternatives` the runner-up of every collective is computed."""
+def page(
+    programs: Sequence[CompiledProgram], title: str = "meshfuse", alternatives: bool = True, names: Sequence[str] = ()
+) -> str:
+    """The page of some compiled programs. With `alternatives` the runner-up of every collective is computed.
+
+    names: what to call each program; without them they are numbered.
+    """
     bills = [bill_of(compiled, alternatives) for compiled in programs]
     shown = [_program(compiled, bill) for compiled, bill in zip(programs, bills, strict=True)]
     template = _template()
     tables = "\n".join(_table(place, bill) for place, bill in enumerate(bills))
-    parts = {"TITLE": html.escape(title), "TABLES": tables, "DATA": _script_text({"programs": shown})}
+    parts = {"TITLE": html.escape(title), "TABLES": tables, "DATA": _script_text({"programs": shown, "names": names})}
     for name, text in parts.items():
         template = template.replace(f"@{name}@", text)
     return template
@@ -61,81 +60,52 @@ def _script_text(value: Any) -> str:
 
 
 def _table(place: int, bill: Bill) -> str:
+    """The bill as a table: equal layers as one row where there are any, then each collective by itself."""
     head = "".join(f"<th>{name}</th>" for name in ("", "collective", "axis", "bytes", "µs", "tensor", "for", "line"))
-    most = max((entry.wire for entry in bill.entries), default=1.0) or 1.0
-    rows = []
-    for i, e in enumerate(bill.entries):
-        bar = f'<td class="bar"><i style="width:{100 * e.wire / most:.1f}%"></i></td>'
-        reason = f"{e.why} ({e.op})" if e.op else e.why
-        cells = (e.collective, e.axes, number(e.wire), micro(e.seconds), e.tensor, reason, e.line)
-        kinds = ("", "", "num", "num", "", "", "")
-        text = "".join(f'<td class="{k}">{html.escape(c)}</td>' for k, c in zip(kinds, cells, strict=True))
-        rows.append(f'<tr data-collective="{i}">{bar}{text}</tr>')
+    rows, entries = bill.folded(), bill.entries
+    most = max((sum(entries[i].wire for i in row.places) for row in rows), default=1.0) or 1.0
+    layers = [_table_row([entries[i] for i in row.places], (row.cells[2] + row.times.replace("x", "×"), row.cells[3]),
+                         most, f'class="layers" data-first="{row.places[0]}"') for row in rows]  # fmt: skip
+    single = [_table_row([e], (e.tensor, f"{e.why} ({e.op})" if e.op else e.why), most, f'data-collective="{i}"')
+              for i, e in enumerate(entries)]  # fmt: skip
     total = f"<td></td><td>total</td><td></td><td class='num'>{number(bill.total)}</td>"
-    total += f"<td class='num'>{micro(bill.seconds)}</td><td colspan='3'>{len(bill.entries)} collectives</td>"
+    total += f"<td class='num'>{micro(bill.seconds)}</td><td colspan='3'>{len(entries)} collectives</td>"
+    folded = len(layers) < len(single)
     return (
         f'<table class="bill" data-program="{place}"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody><tfoot><tr>{total}</tr></tfoot></table>"
+        f"{'<tbody>' + ''.join(layers) + '</tbody>' if folded else ''}"
+        f"<tbody{' class=each' if folded else ''}>{''.join(single)}</tbody><tfoot><tr>{total}</tr></tfoot></table>"
     )
+
+
+def _table_row(entries: Sequence[BillEntry], names: tuple[str, str], most: float, attributes: str) -> str:
+    """One row for equal collectives; names: the tensor, and what asks for it."""
+    first, wire = entries[0], sum(e.wire for e in entries)
+    cells = (first.collective, first.axes, number(wire), micro(sum(e.seconds for e in entries)), *names, first.line)
+    kinds = ("", "", "num", "num", "", "", "")
+    text = "".join(f'<td class="{k}">{html.escape(c)}</td>' for k, c in zip(kinds, cells, strict=True))
+    return f'<tr {attributes}><td class="bar"><i style="width:{100 * wire / most:.1f}%"></i></td>{text}</tr>'
 
 
 # the data -------------------------------------------------------------------------------------------------------
 
 
 def _program(compiled: CompiledProgram, bill: Bill) -> dict[str, Any]:
-    graph = compiled.graph
-    explainer = Explainer(compiled)
-    rows = [_input(explainer, i) for i in graph.input_tensors if i in compiled.sharded.shardings]
-    places = {i: place for place, i in enumerate(j for j in graph.input_tensors if j in compiled.sharded.shardings)}
-    for node in graph.nodes:
-        places.update(dict.fromkeys(node.outputs, len(rows)))
-        rows.append(_op(explainer, node, places))
-    rows.append({"name": "outputs", "label": "", "shards": [], "in": [places[i] for i in graph.outputs], "line": ""})
-    meshes = list(dict.fromkeys(s.mesh for s in compiled.sharded.shardings.values()))
-    first = len(rows) - 1 - len(graph.nodes)
+    made = PageRows(compiled)
+    shardings = compiled.sharded.shardings.values()
+    meshes = list(dict.fromkeys(sharding.mesh for sharding in shardings))
     return {
         "meshes": [str(mesh) for mesh in meshes],
         "axes": list(dict.fromkeys(name for mesh in meshes for name in mesh.names)),
-        "rows": rows,
-        "folds": repeats([_key(row) for row in rows]),
-        "collectives": _collectives(compiled, bill, places, len(rows) - 1),
+        "sizes": {name: mesh.axis_size(name) for mesh in meshes for name in mesh.names},
+        "parts": parts_of_axes(shardings),
+        "rows": made.rows,
+        "folds": made.folds,
+        "collectives": _collectives(compiled, bill, made.places, len(made.rows) - 1),
         "total": bill.total,
         "seconds": bill.seconds,
-        "timeline": _timeline(lanes(compiled), first),
+        "timeline": _timeline(lanes(compiled), made.of_node),
     }
-
-
-def _key(row: dict[str, Any]) -> object:
-    """Equal for rows that repeat from layer to layer: the same op, type, sharding and source line."""
-    return (row["name"], row.get("type"), row["line"], json.dumps(row["shards"]))
-
-
-def _input(explainer: Explainer, tensor: int) -> dict[str, Any]:
-    made = explainer.graph.tensors[tensor]
-    return {
-        "name": "input", "label": made.label, "type": str(made.type), "line": quoted(made.line), "in": [],
-        "shards": [_shard(explainer.compiled.sharded.shardings[tensor])],
-        "why": [*explainer.lines(tensor, replanned=False)],
-    }  # fmt: skip
-
-
-def _op(explainer: Explainer, node: Node, places: dict[int, int]) -> dict[str, Any]:
-    tensors, shardings = explainer.graph.tensors, explainer.compiled.sharded.shardings
-    first = tensors[node.outputs[0]]
-    return {
-        "name": node.name, "label": first.label, "type": ", ".join(str(tensors[i].type) for i in node.outputs),
-        "line": quoted(node.line), "in": list(dict.fromkeys(places[i] for i in node.inputs)),
-        "shards": [_shard(shardings[i]) for i in node.outputs],
-        "why": [*explainer.lines(node.outputs[0], replanned=False)],
-    }  # fmt: skip
-
-
-def _shard(sharding: Sharding) -> dict[str, Any]:
-    """By dim its text and the first axis in it, and the axes over which the tensor is unreduced."""
-    dims = [
-        [lay.text(layout, sharding.mesh), next((s.axis for s in lay.axes(layout)), None)] for layout in sharding.dims
-    ]
-    return {"dims": dims, "partial": [str(split) for split in sharding.partial]}
 
 
 def _collectives(compiled: CompiledProgram, bill: Bill, places: dict[int, int], end: int) -> list[dict[str, Any]]:
@@ -185,60 +155,24 @@ def _readers(compiled: CompiledProgram) -> dict[int, int]:
     return found
 
 
-def _timeline(lanes: Sequence[Lane], first: int) -> list[dict[str, Any]]:
-    """By lane its ranks and bars: (start, seconds, place of the row or -1, place of the collective or -1)."""
+def _timeline(lanes: Sequence[Lane], rows: Mapping[int, int]) -> list[dict[str, Any]]:
+    """By lane its ranks, its bars and what part of its communication is hidden behind ops.
+
+    A bar: (start, seconds, place of the row or -1, place of the collective or -1, 1 if it is on the critical path).
+    """
     return [
         {
-            "ranks": _ranks(ranks),
-            "bars": [(b.start, b.seconds, -1 if b.node is None else first + b.node, b.collective) for b in bars],
+            "ranks": rank_text(ranks),
+            "bars": [
+                (b.start, b.seconds, -1 if b.node is None else rows[b.node], b.collective, int(b.critical))
+                for b in bars
+            ],
+            "hidden": hidden_share([_rank_time(bars)]),
         }
         for ranks, bars in lanes
     ]
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks as text, in which runs are written as 0–7."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    return ", ".join("–".join(map(str, run)) for run in runs)
-
-
-# layers of a model among its ops
-
-
-def repeats(keys: Sequence[Hashable]) -> list[tuple[int, int, int]]:
-    """(start, period, count) of parts of a sequence that are repeated `count` >= 3 times in a row, from the left.
-
-    Where several begin at one place, the one that covers most counts; of these the one with the shortest period, from
-    2.
-    """
-    numbers: dict[Hashable, int] = {}
-    ids = [numbers.setdefault(key, len(numbers)) for key in keys]
-    found, start = [], 0
-    while start < len(ids):
-        best = max(((_count(ids, start, p) * p, -p) for p in _periods(ids, start)), default=(0, 0))
-        covered, period = best[0], -best[1]
-        if period and covered // period >= LEAST:
-            found.append((start, period, covered // period))
-            start += covered
-        else:
-            start += 1
-    return found
-
-
-def _periods(ids: Sequence[int], start: int) -> list[int]:
-    """The distances at which the first element occurs again."""
-    reach = min(len(ids), start + LONGEST + 1)
-    return [place - start for place in range(start + 2, reach) if ids[place] == ids[start]]
-
-
-def _count(ids: Sequence[int], start: int, period: int) -> int:
-    """How often the first `period` elements are repeated in a row."""
-    part, count = ids[start : start + period], 1
-    while ids[start + count * period : start + (count + 1) * period] == part:
-        count += 1
-    return count
+def _rank_time(bars: Sequence[Bar]) -> RankTime:
+    spans = [Span("kernel" if b.node is not None else "communication", "", b.start, b.end) for b in bars]
+    return RankTime.of(0, spans)

@@ -59,7 +59,8 @@ def _step(recording: Recording, step: TensorRef | ScalarRef | OpNode) -> str:
 def _input(recording: Recording, ref: TensorRef) -> str:
     made = recording.tensors[ref.id]
     order = f", stride_order={list(made.stride_order)}" if made.stride_order is not None else ""
-    return f"t{ref.id} = fd.define_tensor({list(made.type.shape)}, dtype={_text(made.type.dtype)}{order})"
+    name = f", name={made.line.name!r}" if made.line.name else ""
+    return f"t{ref.id} = fd.define_tensor({list(made.type.shape)}, dtype={_text(made.type.dtype)}{order}{name})"
 
 
 def _scalar(recording: Recording, ref: ScalarRef) -> str:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..executor.spans import RankTime, Span, SpanKind, hidden_share, microseconds, rank_text
+from ..executor.spans import RankTime, Span, SpanKind, call_name, hidden_share, microseconds, rank_text
 from ..host_ir import HostProgram
 from ..lowering.durations import CostModel, axis_names, directions
 from ..lowering.instructions import CallKey, CommunicationCall, Instruction, Launch, Wait, call_channel
@@ -68,11 +68,12 @@ class _PlayedRank:
     spans: list[Span] = field(default_factory=list)
     free: dict[tuple[str, str], float] = field(default_factory=dict)
     meetings: dict[str, CallKey] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
     numbers: Counter[object] = field(default_factory=Counter)
 
-    def advance(self, kind: SpanKind, name: str, until: float) -> None:
+    def advance(self, kind: SpanKind, name: str, until: float, about: str = "") -> None:
         """Do something until a moment at which the rank goes on."""
-        self.spans.append(Span(kind, name, self.clock, until))
+        self.spans.append(Span(kind, name, self.clock, until, about))
         self.clock = until
 
 
@@ -119,9 +120,10 @@ class _Play:
                     self.sleeping.setdefault(meeting, []).append(rank)
                     break
                 if self.ends[meeting] > rank.clock:
-                    rank.advance("wait", ins.work, self.ends[meeting])
+                    rank.advance("wait", rank.names[ins.work], self.ends[meeting])
             elif isinstance(ins, Launch):
-                rank.advance("kernel", ins.kernel.name, rank.clock + self.model.kernel(ins.kernel))
+                until_done = rank.clock + self.model.kernel(ins.kernel)
+                rank.advance("kernel", ins.kernel.name, until_done, ins.kernel.about)
             elif isinstance(ins, CommunicationCall):
                 woken += self._issue(rank, ins)
             rank.left.pop()
@@ -131,6 +133,7 @@ class _Play:
         place, size = call_channel(rank.number, call)
         rank.numbers[place] += 1
         meeting = rank.meetings[call.work] = (place, rank.numbers[place])
+        rank.names[call.work] = call_name(call.kind, call.about.tensor, call.work)
         there = self.arrived.setdefault(meeting, [])
         there.append((rank, call, rank.clock))
         if len(there) < size:
@@ -145,8 +148,7 @@ class _Play:
         self.ends[meeting] = start + seconds
         for rank, call, _ in there:
             rank.free.update(dict.fromkeys(_ways(call), start + seconds))
-            name = f"{call.kind} {call.about.tensor} {call.work}"
-            rank.spans.append(Span("communication", name, start, start + seconds))
+            rank.spans.append(Span("communication", rank.names[call.work], start, start + seconds))
 
 
 def _ways(call: CommunicationCall) -> list[tuple[str, str]]:

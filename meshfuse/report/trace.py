@@ -9,7 +9,15 @@ from collections.abc import Sequence
 
 from ..compiler import CompiledProgram
 from ..errors import user_error
-from ..executor.spans import RankTime, hidden_share, make_writable, rank_text, read_trace, write_trace
+from ..executor.spans import (
+    RankTime,
+    hidden_share,
+    longest_waits,
+    make_writable,
+    rank_text,
+    read_trace,
+    write_trace,
+)
 from ..lowering.durations import CostModel
 from .timeline import timeline
 
@@ -49,15 +57,20 @@ def _one(compiled: CompiledProgram, folder: str, number: int) -> str:
     for rank, spans in together.spans.items():
         write_trace(os.path.join(folder, f"program{number}.rank{rank}.json"), rank, spans)
     gain = apart.makespan / together.makespan if together.makespan else 1.0
-    return f"program {number}, modelled: {together}\nwaiting where each is issued would take {gain:.2f} times as long"
+    last = max((time for time in together.ranks if time.rank in together.spans), key=lambda time: time.end).rank
+    lines = [f"program {number}, modelled: {together}", *longest_waits(together.spans[last])]
+    return "\n".join([*lines, f"waiting where each is issued would take {gain:.2f} times as long"])
 
 
 def measured(folder: str) -> str:
     """What the files of real ranks in a folder show. Raises DefinitionError if there are none."""
     paths = [os.path.join(folder, name) for name in os.listdir(folder) if _OURS.fullmatch(name)]
-    times = [RankTime.of(*read_trace(path)) for path in paths]
+    traces = dict(map(read_trace, paths))
+    times = [RankTime.of(rank, spans) for rank, spans in traces.items()]
     if not times:
         raise user_error("no trace", "no rank that executed a definition", "one", "Call fd.execute or fd(...) in it.")
     times.sort(key=lambda time: time.rank)
     lines = [f"rank {time.rank}: {rank_text(time)}" for time in times]
+    last = max(times, key=lambda time: time.end).rank
+    lines += [f"rank {last} ends last:", *longest_waits(traces[last])]
     return "\n".join([*lines, f"hidden: {hidden_share(times):.0%} of all communication", f"traces: {folder}"])
