@@ -1,8 +1,8 @@
 """The stages in their order: the module to read first.
 
-definition → `specialize` → `split_biases` → `unify_links` → `carry_block_orders` → `apply_distributed_forms` (by
-`propagate`) →
-`fuse_mean_variance` → `split_concats` → `update_in_place` → `reassociate_sums` → `merge_windows` →
+definition → `specialize` → `gather_units` → `split_biases` → `unify_links` → `carry_block_orders` →
+`apply_distributed_forms` (by `propagate`) → `fuse_mean_variance` → `split_concats` → `update_in_place` →
+`reassociate_sums` → `merge_windows` →
 `lower_ring_ops` → `widen_sums` → `insert_resharding` → `hoist_reshards` → `rematerialize_gathers` →
 `bucket_collectives` →
 `pipeline_chunks` → `segment` → `lower_to_host_ir` → executor. Every stage is a function from one printable value to the
@@ -46,6 +46,7 @@ from .resharding import ReshardedDefinition, insert_resharding
 from .rewrites.carry_block_orders import carry_block_orders
 from .rewrites.distributed_forms import apply_distributed_forms
 from .rewrites.fuse_mean_variance import fuse_mean_variance
+from .rewrites.gather_units import gather_units, is_by_rule
 from .rewrites.hoist_slices import Picked
 from .rewrites.lower_ring_ops import lower_ring_ops
 from .rewrites.merge_windows import merge_windows
@@ -133,6 +134,7 @@ def compile_definition(
     """
     with no_collection():
         graph = graph_to_plan(recording, shapes, scalars)
+        effort = Effort.FOLLOW if is_by_rule(graph, recording) else effort
         with World.planning(graph.in_words()), saying(f"planning {graph.in_words()}"):
             found = _compiled(graph, default_mesh, max_memory, near_factor, effort, borders)
             placed = _with_ends(graph, found, borders) if borders is not None else graph
@@ -205,7 +207,8 @@ def decided_without(
 
 def graph_to_plan(recording: Recording, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any]) -> Graph:
     """The stages before propagation."""
-    return carry_block_orders(unify_links(split_biases(specialize(recording, shapes, scalars))))
+    graph = gather_units(specialize(recording, shapes, scalars), recording)
+    return carry_block_orders(unify_links(split_biases(graph)))
 
 
 def decided(

@@ -38,7 +38,7 @@ CALLS = [
     "add_output", "auto", "backends", "bill", "call", "compile", "define_scalar", "define_tensor", "define_vector",
     "execute", "explain", "from_pytorch", "fusion", "grad", "host_program", "latest", "latest_backward",
     "max_memory", "max_wire", "memory", "mesh_split", "ops", "output_shardings", "overlap", "prepared", "recording",
-    "shard", "simulate", "size", "stationary", "stop_gradient",
+    "shard", "simulate", "size", "stationary", "stop_gradient", "units",
 ]  # fmt: skip
 
 

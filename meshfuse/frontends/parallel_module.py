@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ..backends.assignment import requested
 from ..definition.checks import checked_mesh
+from ..definition.fsdp import FSDP
 from ..errors import SourceLine, caller_line, line_in_script, located, shown, user_error
 from ..mesh import DeviceMesh
 from ..report.bill import Bill, bill_of
@@ -28,7 +29,6 @@ from .capture import Captured, captured
 from .context import Context, checked_context
 from .experts import checked_experts, exchanging
 from .explaining import explained
-from .fsdp import FSDP
 from .hugging_face import with_shared_heads, with_static_cache
 from .joint import planned
 from .kv_caches import WithCaches
