@@ -35,8 +35,9 @@ from .kv_caches import WithCaches
 from .loading import init_weights, load
 from .module_state import STATE, State
 from .options import Options
-from .pipeline.assign import Assignment, assigned
-from .pipeline.assign import whole as on_all_ranks
+from .pipeline.assign import assigned
+from .pipeline.assignment import Assignment
+from .pipeline.assignment import whole as on_all_ranks
 from .pipeline.clipping import clip_grad_norm
 from .pipeline.door import StepOptions, Stepper
 from .pipeline.elsewhere import Elsewhere, take_out

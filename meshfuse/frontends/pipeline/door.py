@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,13 +19,13 @@ from ...resharding import shard_bytes
 from ..accumulating import Sync
 from ..attentions import check_attends
 from ..calls import Arguments, Call, read_call
-from ..capture import Captured
+from ..capture import Captured, Source
 from ..hugging_face import with_shared_heads
 from ..options import Options
 from ..placing import Place, Places
 from ..plans import ModulePlan
 from ..recompute import mark_recomputed
-from .assign import Assignment
+from .assignment import Assignment
 from .elsewhere import Elsewhere
 from .micro_batches import MicroBatches, micro_batches
 from .program import StageProgram, sharding_of, stage_program
@@ -43,6 +43,29 @@ class StepOptions:
     asked: Options
     loss: Callable[[Any, Any], torch.Tensor] | None
     line: SourceLine
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelValues:
+    """What stages of a model read; `leaves` are the arguments of each micro-batch."""
+
+    module: nn.Module
+    planned: Sequence[Planned]
+    leaves: Sequence[Sequence[Any]]
+
+    def of(self, source: Source, microbatch: int) -> Any:
+        """An argument, a parameter, a buffer or a constant of the captured graph."""
+        if source.kind == "argument":
+            return self.leaves[microbatch][source.place]
+        if source.kind == "constant":
+            return getattr(self.planned[microbatch].constants, source.name)
+        path, _, name = source.name.rpartition(".")
+        owner = self.module.get_submodule(path)
+        return (owner._parameters if source.kind == "parameter" else owner._buffers)[name]
+
+    def needs_gradient(self, name: str) -> bool:
+        """Whether a parameter requires a gradient."""
+        return self.of(Source("parameter", name), 0).requires_grad
 
 
 @dataclass(slots=True, eq=False)
@@ -118,11 +141,10 @@ class Stepper:
         return self.whole.argument_names(self.options.names, len(args))
 
     def _work(self, parts: MicroBatches, planned: list[Planned]) -> Work:
-        leaves = [pytree.tree_leaves(part) for part in parts.parts]
+        values = _ModelValues(self.module, planned, [pytree.tree_leaves(part) for part in parts.parts])
         return Work(
-            self.assignment, planned, leaves, parts.shares, self.module, self.places.device, self.options.asked.backend,
-            self.draw(),
-        )  # fmt: skip
+            self.assignment, planned, values, parts.shares, self.places.device, self.options.asked.backend, self.draw()
+        )
 
     def _accumulate(self, gradients: Mapping[str, torch.Tensor]) -> None:
         named = dict(self.module.named_parameters())
@@ -164,7 +186,8 @@ class Stepper:
             stage: stage_program(stages[stage], replace(setting, plan=self._plan_of(stage)), split)
             for stage in self.assignment.stages_here()
         }
-        return Planned(tuple(stages), programs)
+        dtype = stages[-1].graph.of_kind("result")[-1][0].meta["val"].dtype
+        return Planned(tuple(stages), programs, dtype, graph.module)
 
     def _plan_of(self, stage: int) -> ModulePlan:
         return replace(self.plan, mesh=self.assignment.mesh_of(stage))
