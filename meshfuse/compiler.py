@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,10 +40,10 @@ from .plans.shape_reuse import PLANS
 from .plans.within_memory import fastest_within
 from .propagation import Planner, Propagation, ShardedDefinition, cheaper, ends, follow
 from .reshard.borders import Borders
-from .reshard.bucketing import bucket_collectives
+from .reshard.bucketing import bucket_collectives, unit_of
 from .reshard.hoist_reshards import hoist_reshards
 from .reshard.rematerialize import peak, rematerialize_gathers
-from .resharding import ReshardedDefinition, insert_resharding
+from .resharding import Reshard, ReshardedDefinition, insert_resharding
 from .rewrites.carry_block_orders import carry_block_orders
 from .rewrites.distributed_forms import apply_distributed_forms
 from .rewrites.fuse_mean_variance import fuse_mean_variance
@@ -273,12 +274,21 @@ def _in_order(resharded: ReshardedDefinition, max_memory: float | None) -> tuple
     """
     found = bucket_collectives(resharded)
     if max_memory is None:
-        return found, IN_FLIGHT
+        return found, min(IN_FLIGHT, 2 * _largest_unit(found)) if resharded.graph.units else IN_FLIGHT
     if peak(found).nbytes > max_memory:
         again = rematerialize_gathers(resharded, max_memory)
         ways = (bucket_collectives(again, sparing=True), again)
         found = min(ways, key=lambda way: max(peak(way).nbytes, max_memory))
     return found, int(min(IN_FLIGHT, max(max_memory - peak(found).nbytes, 0)))
+
+
+def _largest_unit(resharded: ReshardedDefinition) -> int:
+    """The most bytes that the collectives of a unit of weights read and write."""
+    found: Counter[str] = Counter()
+    for statement in resharded.statements:
+        if isinstance(statement, Reshard) and (unit := unit_of(resharded, statement)):
+            found[unit] += resharded.nbytes(statement.source) + resharded.nbytes(statement.target)
+    return max(found.values(), default=0)
 
 
 def _ranks(resharded: ReshardedDefinition) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from pipeline_models import Words, loss_of, words
 
 
 def lies(*ranks: int) -> mf.Sharding:
-    return mf.Sharding(mf.DeviceMesh((len(ranks),), ("dp",), ranks=list(ranks)), [[Split(len(ranks), "dp")]])
+    return mf.Sharding(mf.DeviceMesh((len(ranks),), ("dp",), ranks=list(ranks)), [(Split(len(ranks), "dp"),)])
 
 
 FIRST, LAST, ALL = lies(0, 1), lies(2, 3), lies(0, 1, 2, 3)
