@@ -47,7 +47,7 @@ _HOME = {
     "parallelize": "frontends.parallel_module",
     "Experts": "frontends.experts",
     "Context": "frontends.context",
-    "FSDP": "frontends.fsdp",
+    "FSDP": "definition.fsdp",
     "Pipeline": "frontends.pipeline.options",
     "plan": "frontends.automatic.planning",
     "Precision": "frontends.precision",
@@ -112,6 +112,7 @@ if TYPE_CHECKING:
     from .checkpoint import load, save
     from .cluster import Cluster
     from .costs import Link, Machine
+    from .definition.fsdp import FSDP
     from .definition.tensor_view import TensorView, Val
     from .dtypes import DataType
     from .errors import (
@@ -129,7 +130,6 @@ if TYPE_CHECKING:
     from .frontends.compiled_function import compile
     from .frontends.context import Context
     from .frontends.experts import Experts
-    from .frontends.fsdp import FSDP
     from .frontends.optim_params import optim_params
     from .frontends.parallel_module import parallelize
     from .frontends.pipeline.options import Pipeline

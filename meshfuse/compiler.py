@@ -1,8 +1,8 @@
 """The stages in their order: the module to read first.
 
-definition → `specialize` → `split_biases` → `unify_links` → `carry_block_orders` → `apply_distributed_forms` (by
-`propagate`) →
-`fuse_mean_variance` → `split_concats` → `update_in_place` → `reassociate_sums` → `merge_windows` →
+definition → `specialize` → `gather_units` → `split_biases` → `unify_links` → `carry_block_orders` →
+`apply_distributed_forms` (by `propagate`) → `fuse_mean_variance` → `split_concats` → `update_in_place` →
+`reassociate_sums` → `merge_windows` →
 `lower_ring_ops` → `widen_sums` → `insert_resharding` → `hoist_reshards` → `rematerialize_gathers` →
 `bucket_collectives` →
 `pipeline_chunks` → `segment` → `lower_to_host_ir` → executor. Every stage is a function from one printable value to the
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,13 +40,14 @@ from .plans.shape_reuse import PLANS
 from .plans.within_memory import fastest_within
 from .propagation import Planner, Propagation, ShardedDefinition, cheaper, ends, follow
 from .reshard.borders import Borders
-from .reshard.bucketing import bucket_collectives
+from .reshard.bucketing import bucket_collectives, unit_of
 from .reshard.hoist_reshards import hoist_reshards
 from .reshard.rematerialize import peak, rematerialize_gathers
-from .resharding import ReshardedDefinition, insert_resharding
+from .resharding import Reshard, ReshardedDefinition, insert_resharding
 from .rewrites.carry_block_orders import carry_block_orders
 from .rewrites.distributed_forms import apply_distributed_forms
 from .rewrites.fuse_mean_variance import fuse_mean_variance
+from .rewrites.gather_units import gather_units, is_by_rule
 from .rewrites.hoist_slices import Picked
 from .rewrites.lower_ring_ops import lower_ring_ops
 from .rewrites.merge_windows import merge_windows
@@ -137,6 +139,7 @@ def compile_definition(
     """
     with no_collection():
         graph = graph_to_plan(recording, shapes, scalars)
+        effort = Effort.FOLLOW if is_by_rule(graph, recording) else effort
         with World.planning(graph.in_words()), saying(f"planning {graph.in_words()}"):
             found = _compiled(graph, default_mesh, max_memory, near_factor, effort, borders)
             placed = _with_ends(graph, found, borders) if borders is not None else graph
@@ -209,7 +212,8 @@ def decided_without(
 
 def graph_to_plan(recording: Recording, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any]) -> Graph:
     """The stages before propagation."""
-    return carry_block_orders(unify_links(split_biases(specialize(recording, shapes, scalars))))
+    graph = gather_units(specialize(recording, shapes, scalars), recording)
+    return carry_block_orders(unify_links(split_biases(graph)))
 
 
 def decided(
@@ -274,12 +278,21 @@ def _in_order(resharded: ReshardedDefinition, max_memory: float | None) -> tuple
     """
     found = bucket_collectives(resharded)
     if max_memory is None:
-        return found, IN_FLIGHT
+        return found, min(IN_FLIGHT, 2 * _largest_unit(found)) if resharded.graph.units else IN_FLIGHT
     if peak(found).nbytes > max_memory:
         again = rematerialize_gathers(resharded, max_memory)
         ways = (bucket_collectives(again, sparing=True), again)
         found = min(ways, key=lambda way: max(peak(way).nbytes, max_memory))
     return found, int(min(IN_FLIGHT, max(max_memory - peak(found).nbytes, 0)))
+
+
+def _largest_unit(resharded: ReshardedDefinition) -> int:
+    """The most bytes that the collectives of a unit of weights read and write."""
+    found: Counter[str] = Counter()
+    for statement in resharded.statements:
+        if isinstance(statement, Reshard) and (unit := unit_of(resharded, statement)):
+            found[unit] += resharded.nbytes(statement.source) + resharded.nbytes(statement.target)
+    return max(found.values(), default=0)
 
 
 def _ranks(resharded: ReshardedDefinition) -> tuple[int, ...]:

@@ -164,6 +164,34 @@ class FusionDefinition(WrittenDefinition):
             annotating.shard(self.recording, tensor, sharding, None, line)
         return plan
 
+    def pipeline(
+        self, mesh: Any, pipeline: Any, *, loss: TensorView, wrt: Sequence[TensorView], cut: Sequence[TensorView],
+        batch: Sequence[TensorView],
+    ) -> Any:  # fmt: skip
+        """This definition in stages over an axis of a mesh, worked off in micro-batches: a step gives loss, gradients.
+
+        The definition is written for one micro-batch, on `mesh` without the pipeline's axis: stage k lies so on its own
+        ranks. It needs no outputs and no `fd.grad`.
+
+        pipeline: an `mf.Pipeline`: the axis, the schedule and the number of micro-batches.
+        loss: a tensor without dims, the mean over a micro-batch's rows. wrt: weights whose gradients are wanted.
+        cut: the last tensors of all stages but the last; ops behind one, in the order of the definition, are the next
+            stage's. What follows from no weight is computed by each stage that reads it.
+        batch: inputs that are cut into micro-batches along their first dim.
+
+        The result has `simulate(inputs)` and `execute(inputs)`, which return the loss of the whole batch and a list of
+        gradients, and `schedule()`, `bill()` and `memory()`.
+
+        Raises DefinitionError for what does not fit.
+        """
+        line = self.recording.line_of_change()
+        if not hasattr(pipeline, "of_definition"):
+            raise user_error("fd.pipeline", shown(pipeline), "an mf.Pipeline",
+                             'Pass mf.Pipeline("pp", "1f1b", microbatches=8).', line)  # fmt: skip
+        given = {"loss": [loss], "wrt": wrt, "cut": cut, "batch": batch}
+        views = [own_all(self, some, f"pipeline: {name}", line) for name, some in given.items()]
+        return pipeline.of_definition(self, checked_mesh(mesh, line), views, line)
+
     # run
 
     def execute(

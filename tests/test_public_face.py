@@ -37,8 +37,8 @@ def test_the_version_is_one_everywhere(capsys: pytest.CaptureFixture[str]) -> No
 CALLS = [
     "add_output", "auto", "backends", "bill", "call", "compile", "define_scalar", "define_tensor", "define_vector",
     "execute", "explain", "from_pytorch", "fusion", "grad", "host_program", "latest", "latest_backward",
-    "max_memory", "max_wire", "memory", "mesh_split", "ops", "output_shardings", "overlap", "prepared", "recording",
-    "shard", "show", "simulate", "size", "stationary", "stop_gradient",
+    "max_memory", "max_wire", "memory", "mesh_split", "ops", "output_shardings", "overlap", "pipeline", "prepared",
+    "recording", "shard", "show", "simulate", "size", "stationary", "stop_gradient", "units",
 ]  # fmt: skip
 
 

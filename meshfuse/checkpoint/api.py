@@ -24,6 +24,7 @@ from ..runtime.environment import LONGEST_TIMEOUT
 from ..runtime.world import World
 from . import folder as files
 from .entries import CheckpointEntry, as_python, check_local, global_shape, is_plain, to_load, to_save, wrong
+from .held_apart import Saved, owners, saved_by, with_missing
 from .hyperslabs import Shard, boxes
 from .transfer import read, write
 
@@ -40,7 +41,8 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, timeout: flo
 
     - a tensor that every rank holds whole (compared, and stored once), or a DTensor;
     - `(shard, sharding)`, with a Sharding or an annotated TensorView; the shard is None on ranks outside the mesh.
-        `(shard, sharding, global shape)` saves the ranks from telling each other their shapes;
+        `(shard, sharding, global shape)` saves the ranks from telling each other their shapes, and ranks outside the
+        mesh may leave the name out, as they may that of a DTensor: a pipeline's stages each save what they have;
     - a number, text or None.
 
     The checkpoint that was in the folder stays until this one is whole on the disk, and remains if this save fails or
@@ -55,7 +57,8 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, timeout: flo
         folder = _folder(path)
         with saying(f"saving {folder}"):
             entries, values = team.each("reading what to save", lambda: _read_state(state))
-            shards = _compared(team, entries, values)
+            entries = _of_all_ranks(team, entries, values)
+            shards = _compared(team, entries)
             dtypes = _dtypes(team, entries)
             _save(team, folder, shards, dtypes, values)
 
@@ -166,15 +169,32 @@ def _read_state(state: Mapping[str, Any]) -> tuple[dict[str, CheckpointEntry], d
     return {name: replace(entry, local=settled(entry.local)) for name, entry in given.items()}, values
 
 
-def _compared(team: _Team, entries: Mapping[str, CheckpointEntry], values: Mapping[str, Any]) -> dict[str, Shard]:
-    """The shards to save, once all ranks are known to save the same. ArgumentError for a shard of a wrong shape."""
+def _of_all_ranks(
+    team: _Team, entries: Mapping[str, CheckpointEntry], values: Mapping[str, Any]
+) -> dict[str, CheckpointEntry]:  # fmt: skip
+    """The entries of all ranks, once these are known to save the same, but for shards on meshes without a rank."""
 
-    def key() -> str:
+    def key() -> tuple[str, Saved]:
         plain = [f"{name}: {value!r}" for name, value in sorted(values.items())]
-        return "\n".join([*plain, *(f"{name}: {_kind(entry, team.world)}" for name, entry in sorted(entries.items()))])
+        kinds = {name: f"{name}: {_kind(entry, team.world)}" for name, entry in sorted(entries.items())}
+        whole = [kind for name, kind in kinds.items() if entries[name].sharding is None]
+        return "\n".join([*plain, *kinds.values()]), saved_by(entries, [*plain, *whole])
 
-    do = "Make every rank save the same, and what is another part on each with its sharding: (shard, sharding)."
-    team.same(key, "what they save", do)
+    what = "what they save"
+    replies = team.all(f"comparing {what}", key)
+    texts = [text for text, _ in replies]
+    if len(set(texts)) == 1:
+        return dict(entries)
+    found = owners([saved for _, saved in replies])
+    if found is None:
+        do = "Make every rank save the same, and what is another part on each with its sharding: (shard, sharding)."
+        team.compare(what, texts, do)
+        raise AssertionError("texts differ")
+    return with_missing(entries, found, team.world.rank)
+
+
+def _compared(team: _Team, entries: Mapping[str, CheckpointEntry]) -> dict[str, Shard]:
+    """The shards to save. Raises ArgumentError for a shard of a wrong shape."""
     open_ = [name for name, entry in entries.items() if entry.shape is None]
     own = {name: _held(entries[name]) for name in open_}
     everyone = team.all("comparing shards", lambda: own) if open_ else []

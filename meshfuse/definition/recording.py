@@ -21,6 +21,7 @@ from ..scalars import ScalarDef
 from ..sharding.layout import WHOLE, Layout
 from .annotation import Annotation
 from .checks import check_results, named
+from .fsdp import UnitGroup
 from .loop import LoopDomain
 
 
@@ -92,6 +93,8 @@ class Recording:
     overlaps: by tensor, the requests of `fd.overlap`.
     primals: by gradient the tensor whose gradient it is.
     constants: tensors that no gradient passes.
+    units: weights that are gathered together for their use.
+    sweeps: by call of `fd.grad` the numbers of the ops that it has appended.
     rounds: whether results of half precision are rounded to it at once, as in torch, and not Float as in nvFuser.
     is_open: whether it may still change; False once something was compiled from it.
     """
@@ -108,6 +111,8 @@ class Recording:
         self.overlaps: dict[int, Overlap] = {}
         self.primals: dict[int, int] = {}
         self.constants: set[int] = set()
+        self.units: list[UnitGroup] = []
+        self.sweeps: list[range] = []
         self.rounds, self.is_open = False, True
         self._producers: dict[int, int] = {}
         # Worked out once for ops of one form, as gradients have many of these.
@@ -124,7 +129,7 @@ class Recording:
 
     def write_into(self, new: Recording) -> None:
         """Write all of it into an empty recording, which may then go on."""
-        for name in ("tensors", "nodes", "inputs", "outputs", "history"):
+        for name in ("tensors", "nodes", "inputs", "outputs", "history", "units", "sweeps"):
             getattr(new, name).extend(getattr(self, name))
         for name in ("scalars", "overlaps", "primals", "constants", "_producers"):
             getattr(new, name).update(getattr(self, name))

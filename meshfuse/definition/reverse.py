@@ -37,8 +37,10 @@ def append_gradients(fd: Definition, outputs: Any, wrt: Any, grad_outputs: Any, 
             "grad: grad_outputs", f"{len(given)} for {len(sources)} outputs", "one per output, or None", "", line
         )
     seeds = [None if g is None else own(fd, g, "grad: grad_outputs", line) for g in given]
+    first = len(fd.recording.nodes)
     with no_collection():
         made = gradients(fd, sources, targets, seeds, fd.recording.constants, line)
+    fd.recording.sweeps.append(range(first, len(fd.recording.nodes)))
     fd.recording.primals.update((grad.id, primal.id) for grad, primal in zip(made, targets, strict=True))
     return made
 

@@ -15,13 +15,14 @@ from ..mesh import DeviceMesh
 from ..ops.opdef import OpDef
 from ..ops.values import ScalarRef
 from . import annotating, applying, inputs
-from .checks import named
+from .checks import checked_mesh, named
 from .namespaces import Fusion
 from .op_namespace import OpNamespace
 from .recording import OpNode, Recording
 from .reverse import append_gradients
 from .row_choices import check_rows
-from .tensor_view import TensorView, Val, own
+from .tensor_view import TensorView, Val, own, own_all
+from .units import declare
 
 
 class WrittenDefinition:
@@ -186,6 +187,27 @@ class WrittenDefinition:
         line = self.recording.line_of_change()
         number = own(self, tensor, "overlap", line).id
         annotating.overlap(self.recording, number, chunks, dim, ring, line)
+
+    def units(self, mesh: Any, fsdp: Any, *units: str | Sequence[TensorView]) -> None:
+        """Fully shard weights over axes of a mesh, and gather them for their use alone, unit by unit.
+
+        A unit, such as a layer, is gathered in one call per dtype before its first op, and dropped after its last; in
+        the backward that `fd.grad` appends again. Its gradients are reduced and scattered in one call.
+
+        fsdp: an `mf.FSDP` with the axes and options, or the axes alone.
+        units: for each a list of its weights, which are inputs or casts of some; or a pattern of inputs' names:
+            "layers.*" makes a unit of all whose names begin with "layers.0". Those of the FSDP if there are none.
+
+        Weights without an annotation are cut along the first dim that the axes divide; others must be cut over these.
+        On a mesh whose axes are all of rows, ranks compute with rows of their own, whatever would take less time.
+
+        Raises DefinitionError for axes that the mesh does not have, patterns that fit no input, tensors that are no
+        weights or in two units, and weights that are annotated without the axes.
+        """
+        line = self.recording.line_of_change()
+        given = [entry if isinstance(entry, str) else [t.id for t in own_all(self, entry, "units", line)]
+                 for entry in units]  # fmt: skip
+        declare(self.recording, checked_mesh(mesh, line), fsdp, given, line)
 
     # gradients
 

@@ -8,7 +8,7 @@ by views and ops on single elements.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,30 @@ class Reads:
                 found.add(node)
                 waiting += () if node in stop else self(node)
         return found
+
+
+def in_turn(again: Sequence[Node], nodes: Sequence[Node], read: Callable[[Node], Iterable[Node]]) -> list[Node]:
+    """Nodes in their order, with those of `again` that each needs right before it."""
+    left, found = set(again), list[Node]()
+
+    def provide(node: Node) -> None:
+        waiting = [(node, False)]
+        while waiting:
+            here, is_ready = waiting.pop()
+            if is_ready:
+                found.append(here)
+            elif here in left:
+                left.discard(here)
+                waiting.append((here, True))
+                waiting += [(x, False) for x in read(here)]
+
+    for node in nodes:
+        for needed in read(node):
+            provide(needed)
+        found.append(node)
+    for node in again:
+        provide(node)
+    return found
 
 
 class _Choice:

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from ..definition import annotating
+from ..definition.fsdp import Member, UnitGroup
 from ..definition.tensor_view import TensorView
 from ..dtypes import from_torch
 from ..errors import located
@@ -28,8 +29,7 @@ from .attentions import in_words, spreads, with_borders
 from .backward_parts import Part, parts_of
 from .block_orders import in_order, in_sequence
 from .captured_graph import Captured, Source
-from .cut import Cut, Reads, cut
-from .fsdp import gathers, in_turn, units_last
+from .cut import Cut, Reads, cut, in_turn
 from .lines import line_of
 from .masks import recognised
 from .plans import Spec
@@ -143,7 +143,7 @@ class JointWriter:
         """The joint definition, and what of it the halves hand on."""
         made = self._writer()
         self._take(made, self._inputs())
-        self._write(made, self.cut.forward)
+        made.write(self.cut.forward)
         self._annotate_activations(made)
         kept = {node: made.values[node] for node in self.cut.saved}
         self._finish_forward(made, kept=False)
@@ -174,7 +174,7 @@ class JointWriter:
         used = {x for node in self.cut.forward for x in self._read(node)} | set(ends)
         taken = [node for node, _ in self.graph.inputs if node in used and _is_tensor(node)]
         self._take(made, taken)
-        self._write(made, self.cut.forward)
+        made.write(self.cut.forward)
         self._annotate_activations(made)
         outputs = self._finish_forward(made, kept=True)
         outputs += [Source("saved", place=place) for place in range(len(self.cut.saved))]
@@ -204,9 +204,7 @@ class JointWriter:
             taken.append(Source("held", place=place))
         reads = [node for node in part.reads if _is_tensor(node)]
         self._take(made, reads)
-        ends = {node: self.setting.plan.units.get(source.name, "") for node, source in part.ends if source.name}
-        nodes = units_last(part.nodes, ends) if self.sharded else part.nodes
-        self._write(made, in_turn(part.again, nodes, self._read))
+        made.write(in_turn(part.again, part.nodes, self._read))
         earlier = dict(self.setting.sync.taken)
         outputs = self._finish_backward(made, part, earlier)
         terms = [Source("terms", source.name) for _, source in part.ends if source.name in earlier]
@@ -224,8 +222,8 @@ class JointWriter:
             made.values[node] = in_sequence(made.fd, view, self.orders[node])
 
     def _hand_on(self, made: Translator, node: Node) -> None:
-        """Return a tensor for another half, in the order of rows in which the joint plan has it."""
-        view = made.values[node]
+        """Return a tensor for another half, in the order of rows in which the joint plan has it; a weight gathered."""
+        view = made.values[node] if node not in self.sharded else self._gathered(made, node)
         made.fd.add_output(view if node not in self.orders else in_order(made.fd, view, self.orders[node]))
 
     # parts of definitions
@@ -253,13 +251,13 @@ class JointWriter:
             view = made.input(node, self.setting.named(name), kept)
             spec = self._spec(source, view.ndim)
             self._annotate(made.fd, view, spec)
-            made.sharded.update({node} & self.sharded.keys())
             self._keep(made.fd, view, source, spec)
             if kept is not None and kept != node.meta["val"].dtype:
                 made.fd.at = replace(made.fd.recording.tensors[view.id].line, name=f"{name}.cast")
                 cast = made.fd.ops.cast(view, from_torch(node.meta["val"].dtype))
                 self._annotate(made.fd, cast, spec)
                 made.values[node] = cast
+        self._declare_units(made, [node for node in nodes if node in self.sharded])
 
     # fully sharded parameters
 
@@ -289,23 +287,22 @@ class JointWriter:
         reads = tuple(node for node in found.reads if node not in self.sharded)
         return replace(found, saved=(*found.saved, *kept), reads=reads)
 
-    def _write(self, made: Translator, nodes: Sequence[Node]) -> None:
-        """Write nodes; parameters that are fully sharded are gathered unit by unit, before a unit's first node."""
-        fsdp = self.setting.plan.sharding
-        cut_in = {node: unit for node, unit in self.sharded.items() if node in made.sharded}
-        before = gathers(nodes, cut_in, fsdp.prefetch, self._read) if fsdp is not None else {}
-        for node in nodes:
-            for parameter in before.get(node, ()):
-                self._gather(made, parameter)
-            made.write([node])
+    def _declare_units(self, made: Translator, weights: Sequence[Node]) -> None:
+        """Have weights be gathered unit by unit, before a unit's first op."""
+        plan = self.setting.plan
+        members = {made.values[node].id: Member(self.sharded[node], plan.gathered_over(self.sources[node].name))
+                   for node in weights}  # fmt: skip
+        if plan.sharding is not None and members:
+            made.fd.recording.units.append(UnitGroup(members, plan.sharding.prefetch, True, is_rule=False))
 
-    def _gather(self, made: Translator, node: Node) -> None:
+    def _gathered(self, made: Translator, node: Node) -> TensorView:
+        """A weight as it is gathered, to be handed on so."""
         source = self.sources[node]
         spec = self.setting.plan.gathered(source.name)
         made.fd.at = self.setting.named(f"{source.name}.gathered")
-        whole = made.values[node] = made.fd.ops.set(made.values[node])
+        whole = made.fd.ops.set(made.values[node])
         self._annotate(made.fd, whole, spec)
-        self._keep(made.fd, whole, source, spec)
+        return whole
 
     def _keep(self, fd: TracedDefinition, view: TensorView, source: Source, spec: Spec | None) -> None:
         """Have a parameter stay where the plan has it stay."""
@@ -408,8 +405,13 @@ class JointWriter:
         return view if view.dtype is wanted else made.fd.ops.cast(view, wanted)
 
     def _finish_backward(self, made: Translator, part: Part, taken: Terms = NO_TERMS) -> list[Source]:
+        first, units = len(made.fd.recording.outputs), self.setting.plan.units
         for node, source in part.ends:
             self._end(made, node, source, self._name(source), taken.get(source.name, ()))
+        ends = zip(made.fd.recording.outputs[first:], [source.name for _, source in part.ends], strict=True)
+        found = {gradient: units[name] for gradient, name in ends if name in units}
+        if self.sharded:
+            made.fd.recording.units.append(UnitGroup({}, 0, True, ends=found, is_rule=False))
         return [source for _, source in part.ends]
 
 

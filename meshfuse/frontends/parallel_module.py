@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ..backends.assignment import requested
 from ..definition.checks import checked_mesh
+from ..definition.fsdp import FSDP
 from ..errors import SourceLine, caller_line, line_in_script, located, shown, user_error
 from ..mesh import DeviceMesh
 from ..report.bill import Bill, bill_of
@@ -31,15 +32,15 @@ from .captured_graph import Captured
 from .context import Context, checked_context
 from .experts import checked_experts, exchanging
 from .explaining import explained
-from .fsdp import FSDP
 from .hugging_face import with_shared_heads, with_static_cache
 from .joint import planned
 from .kv_caches import WithCaches
 from .loading import init_weights, load
 from .module_state import STATE, State
 from .options import Options
-from .pipeline.assign import Assignment, assigned
-from .pipeline.assign import whole as on_all_ranks
+from .pipeline.assign import assigned
+from .pipeline.assignment import Assignment
+from .pipeline.assignment import whole as on_all_ranks
 from .pipeline.clipping import clip_grad_norm
 from .pipeline.door import StepOptions, Stepper
 from .pipeline.elsewhere import Elsewhere, take_out
@@ -103,7 +104,7 @@ def parallelize(
             max_memory = None  # It is what the plan was made for.
         if isinstance(plan, Plan):
             plan.check_mesh(whole, line)
-            inputs, pipeline, checkpoint = plan.completed(inputs, pipeline, checkpoint)
+            inputs, pipeline, checkpoint = _completed(plan, inputs, pipeline, checkpoint)
         stages = _assignment(module, whole, pipeline, plan.microbatches if isinstance(plan, Plan) else 1, loss, line)
         found, precision = stages.mesh_here(), _precision(precision, fsdp)
         names = list(inspect.signature(module.forward).parameters)
@@ -125,6 +126,17 @@ def parallelize(
     object.__setattr__(module, STATE, state)
     module.__class__ = parallel_class(type(module))
     return module
+
+
+def _completed(plan: Plan, inputs: Any, pipeline: Any, checkpoint: Any) -> tuple[Any, Any, Any]:
+    """What a user passes beside a plan, and where that is nothing what the plan says."""
+    stages = pipeline
+    if pipeline is None and plan.pipeline_axis:
+        stages = Pipeline(
+            plan.pipeline_axis, plan.schedule, plan.microbatches, virtual=plan.virtual, cut=plan.cut
+        )  # fmt: skip
+    again = plan.checkpoint if checkpoint is None else checkpoint
+    return plan.inputs if inputs is None else inputs, stages, again
 
 
 def _precision(given: Precision | None, fsdp: Any) -> Precision | None:

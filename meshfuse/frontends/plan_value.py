@@ -15,7 +15,6 @@ from ..mesh import DeviceMesh
 from ..number_text import duration, number
 from ..sharding.layout import Split
 from ..whole_files import write_whole
-from .pipeline.options import Pipeline
 
 Spec = tuple[Any, ...]
 
@@ -90,13 +89,6 @@ class Plan:
         """How many stages there are."""
         return len(self.cut) + 1
 
-    @property
-    def pipeline(self) -> Pipeline | None:
-        """What the plan says of stages and micro-batches; None for neither."""
-        if not self.pipeline_axis:
-            return None
-        return Pipeline(self.pipeline_axis, self.schedule, self.microbatches, virtual=self.virtual, cut=self.cut)
-
     def priced(self, roles: Mapping[str, str], microbatches: int | None = None) -> Plan:
         """The best plan where axes have these roles, with its seconds and memory; by the same prices.
 
@@ -162,13 +154,6 @@ class Plan:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise user_error(f"plan: {path}", f"{type(error).__name__}: {error}", "a file that Plan.save has written",
                              "", line) from None  # fmt: skip
-
-    def completed(self, inputs: Any, pipeline: Any, checkpoint: Any) -> tuple[Any, Any, Any]:
-        """What a user passes beside the plan, and where that is nothing what the plan says."""
-        return (
-            self.inputs if inputs is None else inputs, self.pipeline if pipeline is None else pipeline,
-            self.checkpoint if checkpoint is None else checkpoint,
-        )  # fmt: skip
 
     def check_mesh(self, mesh: DeviceMesh, line: SourceLine) -> None:
         """Raises DefinitionError where a mesh has other axes than the plan is for."""
@@ -241,17 +226,23 @@ def axes_in(spec: Iterable[Any]) -> set[str]:
 def _folded(specs: Mapping[str, Spec]) -> dict[str, Spec]:
     """Specs by pattern of layers, as most parameters that it fits lie; behind them those that lie otherwise.
 
-    Of several entries that fit a parameter `mf.parallelize` takes the last.
+    Of several entries that fit a parameter `mf.parallelize` takes the last that is not whole.
     """
     of: dict[str, Counter[Spec]] = {}
     for name, spec in specs.items():
         of.setdefault(_pattern(name), Counter())[_hashable(spec)] += 1
-    most = {pattern: counts.most_common(1)[0][0] for pattern, counts in of.items()}
+    most = {pattern: counts.most_common(1)[0][0] for pattern, counts in of.items() if _is_foldable(counts)}
     first: dict[str, Spec] = {}
     for name, spec in specs.items():
-        if _hashable(spec) == most[_pattern(name)]:
-            first.setdefault(_pattern(name), spec)
-    return first | {name: spec for name, spec in specs.items() if _hashable(spec) != most[_pattern(name)]}
+        folds = _hashable(spec) == most.get(_pattern(name))
+        first.setdefault(_pattern(name) if folds else name, spec)
+    return {name: first[name] for name in sorted(first, key=lambda name: name in specs and _pattern(name) in most)}
+
+
+def _is_foldable(counts: Counter[Spec]) -> bool:
+    """Whether a pattern may stand for most: an entry behind it changes nothing where it says that one is whole."""
+    _, *others = (spec for spec, _ in counts.most_common())
+    return all(any(spec) for spec in others)
 
 
 def _pattern(name: str) -> str:

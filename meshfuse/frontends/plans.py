@@ -7,6 +7,7 @@ from that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +15,13 @@ from typing import Any
 from torch import nn
 
 from ..definition.annotation import layouts_of_spec
+from ..definition.fsdp import FSDP
+from ..definition.units import dim_to_cut
 from ..errors import MeshfuseError, SourceLine, shown, user_error
 from ..mesh import DeviceMesh
 from ..sharding.layout import Split
 from .experts import Experts, expert_modules, expert_specs
-from .fsdp import FSDP, units_of, without_axes
+from .fsdp import units_of, without_axes
 from .patterns import matching, nearest
 from .plan_value import Plan, Spec, axes_in
 
@@ -74,11 +77,11 @@ class ModulePlan:
 
     def gathered(self, name: str) -> Spec | None:
         """How a parameter lies for its use; None where it is not cut over the axes of fsdp."""
-        spec, over = self.parameters.get(name), self._gathered_over(name)
+        spec, over = self.parameters.get(name), self.gathered_over(name)
         cut = spec is not None and over and not set(over).isdisjoint(axes_in([spec]))
         return without_axes(spec, over) if cut else None
 
-    def _gathered_over(self, name: str) -> tuple[str, ...]:
+    def gathered_over(self, name: str) -> tuple[str, ...]:
         """The axes over which a parameter is gathered: those of fsdp, but for experts the ones that they lie over."""
         if name.rpartition(".")[0] not in self.experts:
             return self.fsdp
@@ -89,7 +92,7 @@ class ModulePlan:
         """The axes along which a parameter of this spec stays, and ops come to it: all that it is not gathered over."""
         if self.is_free:
             return []
-        named, over = axes_in(spec or ()), self._gathered_over(name)
+        named, over = axes_in(spec or ()), self.gathered_over(name)
         return [axis for axis in self.mesh.names if axis in named and axis not in over]
 
     def spec(self, name: str, ndim: int) -> Spec:
@@ -315,13 +318,9 @@ def _with_fsdp(spec: Spec | None, shape: Sequence[int], mesh: DeviceMesh, fsdp: 
     """
     given = (None,) * len(shape) if spec is None else spec
     axes = tuple(axis for axis in fsdp if axis not in axes_in([given]))
-    ranks = 1
-    for axis in axes:
-        ranks *= mesh.axis_size(axis)
-    free = [d for d, entry in enumerate(given) if entry is None and shape[d] >= ranks]
-    even = [d for d in free if shape[d] % ranks == 0]
-    place = next(iter(even or free), None)
-    if not axes or place is None or (len(axes) > 1 and not even):
+    ranks = math.prod(mesh.axis_size(axis) for axis in axes)
+    place = dim_to_cut(shape, [d for d, entry in enumerate(given) if entry is None], ranks, len(axes))
+    if not axes or place is None:
         return given
     return tuple(list(axes) if d == place else e for d, e in enumerate(given))
 

@@ -28,7 +28,6 @@ class Translator:
     sizes: the numbers of the graph's symbolic sizes.
     replaced: by node other arguments than it has.
     replicate: whether ops without a rule are computed whole on every rank.
-    sharded: parameters among the inputs that are to be gathered before they are read.
     spreads: by node of attention how it lies, under context parallelism.
     """
 
@@ -37,7 +36,6 @@ class Translator:
     values: dict[torch.fx.Node, Any] = field(default_factory=dict)
     replaced: Mapping[torch.fx.Node, tuple[Any, ...]] = field(default_factory=dict)
     replicate: bool = False
-    sharded: set[torch.fx.Node] = field(default_factory=set)
     spreads: Mapping[torch.fx.Node, Spread] = field(default_factory=dict)
 
     def input(self, node: torch.fx.Node, line: SourceLine, dtype: Any = None, rows: int = 0) -> TensorView:

@@ -107,6 +107,8 @@ class Graph:
     rewritings: those that made this graph of the definition's own ops, first one first.
     stationary: by tensor the mesh axes along which no collective may move it.
     carried: the tensors that are in another order than in the definition.
+    units: the tensors that come of a reshard which goes in one call with those of the same text: weights of a unit that
+        are gathered, and their gradients.
     """
 
     tensors: tuple[Tensor, ...]
@@ -122,6 +124,7 @@ class Graph:
     implied: Mapping[int, str] = field(default_factory=dict)
     stationary: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     carried: Mapping[int, Carried] = field(default_factory=dict)
+    units: Mapping[int, str] = field(default_factory=dict)
 
     def shape(self, tensor: int) -> tuple[int, ...]:
         return self.tensors[tensor].type.shape

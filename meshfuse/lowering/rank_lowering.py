@@ -86,7 +86,8 @@ class RankLowering:
         outputs = tuple([None if v is None else self._returned(v) for v in here])
         model = CostModel.of(dict.fromkeys(v.sharding.mesh for v in self.values))
         kept = {*filter(None, outputs)}
-        body = fuse_copies(schedule(self.instructions, model, in_flight), self.fusible, kept, in_flight)
+        ordered = schedule(self.instructions, model, in_flight, waits=bool(resharded.graph.units))
+        body = fuse_copies(ordered, self.fusible, kept, in_flight)
         body = with_frees(body, keep=kept)
         return RankProgram(self._params(), tuple(body), outputs)
 

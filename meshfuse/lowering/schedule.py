@@ -25,12 +25,16 @@ _SENDS = 8
 
 
 def schedule(
-    body: Sequence[Instruction], model: CostModel | None = None, in_flight: int = IN_FLIGHT
+    body: Sequence[Instruction], model: CostModel | None = None, in_flight: int = IN_FLIGHT, waits: bool = False
 ) -> list[Instruction]:
-    """The instructions in a better order, with the same results. At most `in_flight` bytes are issued ahead."""
+    """The instructions in a better order, with the same results. At most `in_flight` bytes are issued ahead.
+
+    waits: whether the oldest is waited for where more would be, rather than the next one put off: what is put off keeps
+        its operands.
+    """
     if not any(isinstance(i, Wait) for i in body):
         return list(body)
-    return _Scheduler(body, model or CostModel(), in_flight).run()
+    return _Scheduler(body, model or CostModel(), in_flight, waits).run()
 
 
 class _Scheduler:
@@ -42,8 +46,8 @@ class _Scheduler:
     holding, held: the bytes of each work in flight, and of all.
     """
 
-    def __init__(self, body: Sequence[Instruction], model: CostModel, in_flight: int):
-        self.body, self.model, self.limit = body, model, in_flight
+    def __init__(self, body: Sequence[Instruction], model: CostModel, in_flight: int, waits: bool):
+        self.body, self.model, self.limit, self.waits = body, model, in_flight, waits
         self.depends = dependences(body)
         self.done = bytearray(len(body))
         self.out: list[Instruction] = []
@@ -196,7 +200,7 @@ class _Scheduler:
         wanted = self._bytes(place)
         while self.held and self.held + wanted > self.limit:
             work = next(iter(self.holding))
-            if self.finish[work] > self.clock:
+            if self.finish[work] > self.clock and not self.waits:
                 return False
             self._end(work)
         return True

@@ -8,12 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from ..definition.annotating import shard
 from ..definition.recording import Recording
 from ..graph import Graph, Node
+from ..mesh import DeviceMesh
 from ..ops.opdef import count_tensors
 from ..ops.registry import find
 from ..ops.values import ScalarRef, TensorRef
 from ..scalars import ScalarDef
 from ..sharding.value import Sharding
 from .binding_times import HalvedPlan, Need
+
+NOTHING: Mapping[int, Mapping[int, TensorRef]] = {}
 
 
 def write_halves(whole: Recording, cut: HalvedPlan, first: Recording, rest: Recording) -> None:
@@ -22,13 +25,13 @@ def write_halves(whole: Recording, cut: HalvedPlan, first: Recording, rest: Reco
     `first` returns what `cut.handed_on` names, in that order. `rest` takes the inputs that are left, in their order,
     and then what `first` returns.
     """
-    once = _Half(whole, cut.plan.graph, first)
+    once = PartWriter(whole, cut.plan.graph, first)
     for tensor in cut.inputs:
         once.take(tensor)
     once.write(cut.before | cut.free, {})
     for need in cut.handed_on:
         once.hand_on(need)
-    each = _Half(whole, cut.plan.graph, rest)
+    each = PartWriter(whole, cut.plan.graph, rest)
     each.take_scalars()
     for ref in cut.plan.graph.inputs:
         if isinstance(ref, ScalarRef):
@@ -43,11 +46,14 @@ def write_halves(whole: Recording, cut: HalvedPlan, first: Recording, rest: Reco
         rest.outputs.append((ends[i] if i in ends else each.made[i]).id)
 
 
-class _Half:
-    """One of the two definitions while it is written; `made` are its tensors, by their numbers in the graph."""
+class PartWriter:
+    """Writes a part of a definition into another one; `made` are its tensors, by their numbers in the graph.
 
-    def __init__(self, whole: Recording, graph: Graph, new: Recording):
-        self.whole, self.graph, self.new = whole, graph, new
+    on: the mesh that annotations are moved to, in the place of the one that they name; None for that.
+    """
+
+    def __init__(self, whole: Recording, graph: Graph, new: Recording, on: DeviceMesh | None = None):
+        self.whole, self.graph, self.new, self.on = whole, graph, new, on
         self.made: dict[int, TensorRef] = {}
         self._annotations, self._names_mesh = whole.all_annotations, bool(whole.annotations)
 
@@ -75,13 +81,17 @@ class _Half:
         tensor, dim = made.operands
         return ScalarDef("const", (self.graph.shape(tensor.id)[dim],), made.dtype)
 
-    def write(self, nodes: Iterable[int], handed: Mapping[int, Mapping[int, TensorRef]]) -> None:
+    def write(self, nodes: Iterable[int], handed: Mapping[int, Mapping[int, TensorRef]] = NOTHING) -> None:
         """Append these ops. `handed` has, by op and place, the operands that the first definition returned."""
         for number in sorted(nodes):
             node = self.graph.nodes[number]
             read = handed.get(number, {})
             operands = [read[p] if p in read else self.made[i] for p, i in enumerate(node.inputs)]
             self._apply(node, iter(operands))
+
+    def keep_marks(self) -> None:
+        """Let no gradient pass what none passes in the whole definition."""
+        self.new.constants |= {self.made[i].id for i in self.whole.constants if i in self.made}
 
     def _apply(self, node: Node, operands: Iterator[TensorRef]) -> None:
         bound = []
@@ -98,7 +108,9 @@ class _Half:
         made = self.made[tensor]
         own = self._annotations.get(tensor)
         if own is not None and self.new.reduction_flags(made.id) == self.whole.reduction_flags(tensor):
-            self.new.own_annotations[made.id] = dataclasses.replace(own, domain=own.domain.copy())
+            copied = dataclasses.replace(own, domain=own.domain.copy())
+            copied.mesh = copied.mesh if self.on is None else self.on
+            self.new.own_annotations[made.id] = copied
         elif tensor in self.graph.annotations:
             self._place(made, self.graph.annotations[tensor])
         if tensor in self.whole.overlaps:
@@ -107,7 +119,8 @@ class _Half:
     def _place(self, made: TensorRef, sharding: Sharding) -> None:
         """Annotate a tensor with a sharding, unless the user names no mesh: then the program runs on any."""
         if self._names_mesh:
-            shard(self.new, made.id, sharding, None, self.new.line_of_change())
+            moved = sharding if self.on is None else Sharding(self.on, sharding.dims, sharding.partial, sharding.reduce)
+            shard(self.new, made.id, moved, None, self.new.line_of_change())
 
     def hand_on(self, need: Need) -> None:
         """Return a tensor in the sharding in which it will be read."""

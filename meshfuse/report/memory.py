@@ -9,9 +9,10 @@ from ..errors import SourceLine, user_error
 from ..html_text import html_table
 from ..layer_folding import FoldedRow, fold_rows
 from ..number_text import number
-from ..reshard.rematerialize import peak
+from ..reshard.rematerialize import Peak, peak
 from ..resharding import Compute, ReshardedDefinition
 from .bill import table
+from .program_memory import program_peak
 
 # How many of the values at the peak are shown.
 _TOLD = 12
@@ -36,20 +37,33 @@ class Memory:
     """The most bytes that a rank holds at once, in which op of which line, and the values held, largest first.
 
     `print` shows equal values of equal layers as one, `h*.mlp.up x32`, with their bytes in all.
+
+    peak: of values.
+    buffers: how many more the program holds, in buffers of communications and in what waits for these.
     """
 
     peak: int
     step: str
     held: tuple[Held, ...]
+    buffers: int = 0
+
+    @property
+    def total(self) -> int:
+        """The most bytes that the program holds."""
+        return self.peak + self.buffers
 
     def __str__(self) -> str:
-        return f"at most {number(self.peak)} bytes per rank, {self.step}\n{table(self._rows(), right=(0,))}"
+        return f"{self._head()}\n{table(self._rows(), right=(0,))}"
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return html_table(self._rows(), right=(0,), caption=f"at most {number(self.peak)} bytes per rank, {self.step}")
+        return html_table(self._rows(), right=(0,), caption=self._head())
+
+    def _head(self) -> str:
+        more = f"; {number(self.buffers)} more in buffers of communications" if self.buffers else ""
+        return f"at most {number(self.peak)} bytes per rank, {self.step}{more}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         """A heading, and a row for each of the values that most of it is held in."""
@@ -79,7 +93,14 @@ def modelled_memory(compiled: CompiledProgram) -> Memory:
         tensor, sharding = resharded.graph.tensors[resharded.values[v].tensor], resharded.values[v].sharding
         origin = resharded.name_of(made[v]) if v in made else "argument"
         held.append(Held(resharded.nbytes(v), tensor.label, str(sharding), origin, str(tensor.line)))
-    return Memory(found.nbytes, _step(resharded, found.place), tuple(held))
+    more = max(program_peak(compiled.host_program(_a_rank(resharded, found)), resharded) - found.nbytes, 0)
+    return Memory(found.nbytes, _step(resharded, found.place), tuple(held), more)
+
+
+def _a_rank(resharded: ReshardedDefinition, found: Peak) -> int:
+    """A rank that holds what is held at a peak."""
+    meshes = [resharded.values[v].sharding.mesh for v in found.held or resharded.inputs]
+    return next((rank for rank in meshes[0].ranks if all(rank in mesh for mesh in meshes)), meshes[0].ranks[0])
 
 
 def _step(resharded: ReshardedDefinition, place: int) -> str:
@@ -92,7 +113,7 @@ def _step(resharded: ReshardedDefinition, place: int) -> str:
 
 def check_memory(compiled: CompiledProgram, limit: float | None, line: SourceLine) -> None:
     """Raises DefinitionError, at the user's line, where the plan that holds least holds more than `limit` bytes."""
-    if limit is None or not compiled.graph.nodes:
+    if limit is None or not compiled.graph.nodes or compiled.memory <= limit:
         return
     found = modelled_memory(compiled)
     if found.peak > limit:

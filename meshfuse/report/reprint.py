@@ -8,6 +8,7 @@ from typing import Any
 from ..definition.annotation import Annotation
 from ..definition.loop import TYPE_OF_NAME, Leaf, LoopDomain
 from ..definition.recording import OpNode, Recording
+from ..definition.units import unit_lines
 from ..dtypes import DataType
 from ..mesh import STREAM, DeviceMesh, ParallelType
 from ..ops import COMPOSITES
@@ -44,7 +45,7 @@ def annotation_lines(recording: Recording, meshes: Mapping[DeviceMesh, str]) -> 
         lines.append(
             f"fd.overlap(t{tensor}, {overlap.chunks}, dim={overlap.dim}{', ring=True' if overlap.ring else ''})"
         )
-    return lines
+    return lines + unit_lines(recording, meshes)
 
 
 # inputs, scalars and ops

@@ -11,7 +11,7 @@ of a layer, go with the first of them (as its FullyShardedDataParallel gathers a
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from ..resharding import Compute, Reshard, ReshardedDefinition, Statement
@@ -38,7 +38,13 @@ def bucket_key(resharded: ReshardedDefinition, statement: Statement) -> object:
     if sizes[0] > LARGEST if kind is StepKind.ALL_REDUCE else max(sizes) > LARGEST_COPIED:
         return None
     dtype = resharded.type_of(statement.source).dtype
-    return StepKind.EXCHANGE if kind in _EXCHANGES else kind, src.mesh, statement.step.axes, src.reduce, dtype
+    unit = unit_of(resharded, statement)
+    return StepKind.EXCHANGE if kind in _EXCHANGES else kind, src.mesh, statement.step.axes, src.reduce, dtype, unit
+
+
+def unit_of(resharded: ReshardedDefinition, reshard: Reshard) -> str:
+    """Of a weight or its gradient what goes in one call with it (`Graph.units`); "" for anything else."""
+    return resharded.graph.units.get(resharded.values[reshard.source].tensor, "")
 
 
 def bucket_collectives(resharded: ReshardedDefinition, sparing: bool = False) -> ReshardedDefinition:
@@ -98,6 +104,8 @@ class _Postponer:
         self.held: list[Reshard] = []
         self.waiting: list[Statement] = []
         self.missing: set[int] = set()
+        moves = [s for s in resharded.statements if isinstance(s, Reshard) and unit_of(resharded, s)]
+        self.to_come = Counter(self._key(s) for s in moves)
 
     def run(self) -> list[Statement]:
         while self.left or self.waiting:
@@ -121,8 +129,15 @@ class _Postponer:
         elif isinstance(statement, Reshard) and statement.step.kind in self.kinds and self._key(statement) is not None:
             self.held.append(statement)
             self.missing.add(statement.target)
+            self._close_unit(self._key(statement))
         else:
             self.done.append(statement)
+
+    def _close_unit(self, key: object) -> None:
+        """Put off the reductions of a unit no longer than its last."""
+        self.to_come[key] -= 1
+        if not self.to_come[key]:
+            self._resume([s for s in self.held if self._key(s) == key])
 
     def _release(self) -> None:
         """Release the reductions that the first waiting statement needs; then resume the others.
@@ -134,6 +149,10 @@ class _Postponer:
         keys = list(dict.fromkeys(self._key(s) for s in self.held if s.target in needed))
         go = [s for s in self.held if self._key(s) in keys and (s.target in wanted or self._is_small(s))]
         go.sort(key=lambda s: keys.index(self._key(s)))
+        self._resume(go)
+
+    def _resume(self, go: Sequence[Reshard]) -> None:
+        """Let reductions go, and take up what has waited."""
         self.done += go
         self.held = [s for s in self.held if s not in go]
         self.left.extendleft(reversed(self.waiting))

@@ -74,14 +74,35 @@ def on_rank_training(folder: str) -> dict[str, Any]:
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(other, state["model"], options=StateDictOptions(strict=False))
     found["resumed"] = wrong_by(other, eager)
+    found |= with_our_own(folder, model, other, eager)
     with torch.no_grad():
         found["loss"] = abs(other.step(words(7), words(8)) - loss_of(eager(words(7)), words(8))).item()
     return found
 
 
+def with_our_own(folder: str, model: Any, other: Any, eager: Any) -> dict[str, Any]:
+    """The same by mf.save and mf.load, also to a model of one stage."""
+    mf.save(f"{folder}/own", {"step": 3, **model.state_dict()})
+    other.init_weights(4)
+    before = wrong_by(other, eager)
+    mf.load(f"{folder}/own", other.state_dict())
+    with torch.device("meta"):
+        whole = Words()
+    mf.parallelize(whole, mf.DeviceMesh((4,), ("dp",)), inputs={"words": ["dp", None]}, fsdp="dp")
+    whole.init_weights(5)
+    assert mf.load(f"{folder}/own", {"step": None, **whole.state_dict()})["step"] == 3
+    plain = mf.load(f"{folder}/own")
+    names = dict(eager.state_dict())
+    return {
+        "initial": before, "own": wrong_by(other, eager), "whole": wrong_by(whole, eager),
+        "plain": max((plain[name] - value).abs().max().item() for name, value in names.items()),
+    }  # fmt: skip
+
+
 def test_training_and_resuming_on_another_cut(ranks4: Any, tmp_path: Path) -> None:
-    results = ranks4.run(on_rank_training, str(tmp_path), timeout=140)
+    results = ranks4.run(on_rank_training, str(tmp_path), timeout=250)
     for found in results:
+        assert found["own"] < 1e-5 and found["whole"] < 1e-5 and found["plain"] < 1e-5 < found["initial"]
         assert found["steps"] < 1e-5 and found["weights"] < 1e-5 and found["resumed"] < 1e-5 and found["loss"] < 1e-5
     assert results[0]["names"] == results[1]["names"]  # a rank has the weights of its own stages
     assert "layers.0.up.bias" in results[0]["names"] and "layers.3.up.bias" in results[3]["names"]

@@ -23,7 +23,7 @@ from ...sharding.value import Sharding
 from ..calls import Arguments
 from ..captured_graph import Captured, Source
 from ..joint import JointWriter
-from ..pipeline.assign import mesh_at
+from ..pipeline.assignment import mesh_at
 from ..plan_value import Spec, axes_in
 from ..plans import ModulePlan
 from ..recompute import recomputing

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...runtime.world import World
-from .assign import Assignment
+from .assignment import Assignment
 
 
 def clip_grad_norm(module: nn.Module, assignment: Assignment, max_norm: float, norm_type: float) -> torch.Tensor:

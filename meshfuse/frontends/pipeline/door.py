@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,22 +12,21 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ...errors import ArgumentError, SourceLine, located, user_error
-from ...report.bill import Bill, BillEntry, bill_of
-from ...report.memory import modelled_memory
-from ...resharding import shard_bytes
+from ...report.bill import Bill
 from ..accumulating import Sync
 from ..attentions import check_attends
 from ..calls import Arguments, Call, read_call
-from ..captured_graph import Captured
+from ..captured_graph import Captured, Source
 from ..hugging_face import with_shared_heads
 from ..options import Options
 from ..placing import Place, Places
 from ..plans import ModulePlan
 from ..recompute import mark_recomputed
-from .assign import Assignment
+from .assignment import Assignment
+from .costs import step_bill, step_memory
 from .elsewhere import Elsewhere
 from .micro_batches import MicroBatches, micro_batches
-from .program import StageProgram, sharding_of, stage_program
+from .program import stage_program
 from .schedule import Schedule
 from .stages import check_weights, stage_graphs
 from .stepping import Planned, Work, stepped
@@ -43,6 +41,29 @@ class StepOptions:
     asked: Options
     loss: Callable[[Any, Any], torch.Tensor] | None
     line: SourceLine
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelValues:
+    """What stages of a model read; `leaves` are the arguments of each micro-batch."""
+
+    module: nn.Module
+    planned: Sequence[Planned]
+    leaves: Sequence[Sequence[Any]]
+
+    def of(self, source: Source, microbatch: int) -> Any:
+        """An argument, a parameter, a buffer or a constant of the captured graph."""
+        if source.kind == "argument":
+            return self.leaves[microbatch][source.place]
+        if source.kind == "constant":
+            return getattr(self.planned[microbatch].constants, source.name)
+        path, _, name = source.name.rpartition(".")
+        owner = self.module.get_submodule(path)
+        return (owner._parameters if source.kind == "parameter" else owner._buffers)[name]
+
+    def needs_gradient(self, name: str) -> bool:
+        """Whether a parameter requires a gradient."""
+        return self.of(Source("parameter", name), 0).requires_grad
 
 
 @dataclass(slots=True, eq=False)
@@ -118,11 +139,10 @@ class Stepper:
         return self.whole.argument_names(self.options.names, len(args))
 
     def _work(self, parts: MicroBatches, planned: list[Planned]) -> Work:
-        leaves = [pytree.tree_leaves(part) for part in parts.parts]
+        values = _ModelValues(self.module, planned, [pytree.tree_leaves(part) for part in parts.parts])
         return Work(
-            self.assignment, planned, leaves, parts.shares, self.module, self.places.device, self.options.asked.backend,
-            self.draw(),
-        )  # fmt: skip
+            self.assignment, planned, values, parts.shares, self.places.device, self.options.asked.backend, self.draw()
+        )
 
     def _accumulate(self, gradients: Mapping[str, torch.Tensor]) -> None:
         named = dict(self.module.named_parameters())
@@ -164,7 +184,8 @@ class Stepper:
             stage: stage_program(stages[stage], replace(setting, plan=self._plan_of(stage)), split)
             for stage in self.assignment.stages_here()
         }
-        return Planned(tuple(stages), programs)
+        dtype = stages[-1].graph.of_kind("result")[-1][0].meta["val"].dtype
+        return Planned(tuple(stages), programs, dtype, graph.module)
 
     def _plan_of(self, stage: int) -> ModulePlan:
         return replace(self.plan, mesh=self.assignment.mesh_of(stage))
@@ -182,73 +203,13 @@ class Stepper:
     def bill(self) -> Bill:
         """What a rank of each stage sends in a step: collectives of each program, times micro-batches, and sends."""
         self._check_ran()
-        found: list[BillEntry] = []
-        for stage in self.assignment.stages_here():
-            found += self._entries(stage)
-        return Bill(tuple(found))
-
-    def _entries(self, stage: int) -> list[BillEntry]:
-        found: list[BillEntry] = []
-        for planned, count in Counter(self.last).items():
-            program = planned.programs[stage]
-            for half in program.step.halves:
-                found += [_times(entry, count) for entry in bill_of(half.fd.latest()).entries]
-            if program.summing is not None:
-                found += bill_of(program.summing.fd.latest()).entries
-            found += self._sends(program, stage, count)
-        return found
-
-    def _sends(self, program: StageProgram, stage: int, count: int) -> list[BillEntry]:
-        """Sends to stages on other ranks."""
-        own, mesh, found = self.schedule.rank_of(stage), self.assignment.mesh, list[BillEntry]()
-        for crossing in program.stage.sent:
-            sharding = sharding_of(crossing, program.specs, program.mesh)
-            local = sharding.max_local_numel(crossing.shape) * crossing.dtype.itemsize
-            for target in crossing.targets:
-                if self.schedule.rank_of(target) != own:
-                    seconds = mesh.link((self.assignment.axis,)).seconds(1, local)
-                    found.append(_times(_send(crossing, stage, target, local, seconds, self), count))
-        return found
-
-    def _check_ran(self) -> None:
-        if not self.last:
-            raise user_error("the model has not run a step yet", "", "a call of model.step", "Plans depend on shapes.")
+        return step_bill(self.assignment, self.last, self.options.line)
 
     def memory(self) -> str:
         """By stage of this rank (of all where ranks are simulated) what a rank holds, as modelled, in bytes."""
         self._check_ran()
-        rows = [f"stage {stage}: {self._held(stage)}" for stage in self.assignment.stages_here()]
-        return "\n".join(rows)
+        return step_memory(self.assignment, self.last)
 
-    def _held(self, stage: int) -> str:
-        program = self.last[0].programs[stage]
-        flight = self.schedule.in_flight(self.schedule.rank_of(stage), stage)
-        saved = _kept_bytes(program)
-        peak = max(modelled_memory(half.fd.latest()).peak for half in program.step.halves)
-        return (
-            f"{saved:,} bytes kept of each micro-batch, {flight} at once, and at most {peak:,} in a program: "
-            f"{saved * max(flight - 1, 0) + peak:,}"
-        )
-
-
-def _times(entry: BillEntry, count: int) -> BillEntry:
-    if count == 1:
-        return entry
-    name = f"{entry.collective} x{count}"
-    return replace(entry, collective=name, wire=entry.wire * count, seconds=entry.seconds * count)
-
-
-def _send(crossing: Any, stage: int, target: int, nbytes: int, seconds: float, stepper: Stepper) -> BillEntry:
-    why = f"stage {target} reads it"
-    return BillEntry(
-        "send", stepper.assignment.axis, crossing.name, nbytes, why, str(stepper.options.line),
-        f"stage {stage} -> stage {target}", seconds, "", "", "", (), (),
-    )  # fmt: skip
-
-
-def _kept_bytes(program: StageProgram) -> int:
-    """What a stage's forward keeps of a micro-batch for its backward."""
-    compiled, count = program.step.forward.fd.latest(), program.step.saved
-    graph, shardings = compiled.graph, compiled.output_shardings()
-    pairs = list(zip(graph.outputs, shardings, strict=True))[len(shardings) - count :]
-    return sum(shard_bytes(sharding, graph.tensors[tensor].type) for tensor, sharding in pairs)
+    def _check_ran(self) -> None:
+        if not self.last:
+            raise user_error("the model has not run a step yet", "", "a call of model.step", "Plans depend on shapes.")

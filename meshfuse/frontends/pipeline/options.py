@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import caller_line, shown, user_error
+from ...definition.tensor_view import TensorView
+from ...errors import SourceLine, caller_line, shown, user_error
+from ...mesh import DeviceMesh
+from .definitions import PipelinedDefinition
 from .orders import KINDS, named, stages_of, written
 from .schedule import Schedule
 
@@ -62,6 +65,22 @@ class Pipeline:
         }  # fmt: skip
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    def of_definition(
+        self, fd: Any, mesh: DeviceMesh, views: Sequence[Sequence[TensorView]], line: SourceLine
+    ) -> PipelinedDefinition:  # fmt: skip
+        """A definition in stages, as `fd.pipeline` says; `views` are (the loss, weights, cuts, the batch's inputs).
+
+        Raises DefinitionError for options that only models have, and for a definition that cannot be cut so.
+        """
+        if self.cut != "auto" or self.modules:
+            raise user_error("fd.pipeline: cut and modules of an mf.Pipeline", shown(self.cut), "none: these are names "
+                             "of modules", "Pass tensors as fd.pipeline(..., cut=[...]).", line)  # fmt: skip
+        if self.axis not in mesh.names:
+            raise user_error("pipeline: axis", repr(self.axis), f"one of {list(mesh.names)}", "", line)
+        schedule = self.scheduled(mesh.axis_size(self.axis))
+        schedule.verify()
+        return PipelinedDefinition.made_of(fd, mesh, self.axis, schedule, views, line)
 
     def stages(self, ranks: int) -> int:
         """How many stages there are on so many ranks."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,8 @@ from ..captured_graph import Source
 from ..joint import planned
 from ..plans import Spec
 from ..steps import Half, Setting, Step
-from .stages import Crossing, StageGraph
+from .borders import Borders, Crossing
+from .stages import StageGraph
 from .summing import summing
 
 Values = dict[Source, torch.Tensor]
@@ -26,13 +28,13 @@ NOWHERE = SourceLine("<pipeline>", 0)  # Of what no user has written.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageProgram:
-    """What a stage runs: its graph, and the definitions planned of it.
+    """What a stage runs: what crosses its borders, and the definitions planned of it.
 
     specs: by place of a crossing tensor how it lies.
     summing: sums the gradients of all micro-batches over ranks; None where each does so itself.
     """
 
-    stage: StageGraph
+    stage: Borders
     step: Step
     mesh: DeviceMesh
     specs: Mapping[int, Spec]
@@ -113,15 +115,18 @@ def border_spec(crossing: Crossing, setting: Setting) -> Spec:
     Rows are cut as the batch is, and the first other dim that they divide over the axes that are left, as Megatron's
     scatter-gather optimisation does (Narayanan et al. 2021).
     """
-    rows, batch = setting.batch or (None, None)
-    shape, spec = crossing.shape, list[Any]([None] * len(crossing.shape))
+    return spec_of_border(crossing.shape, setting.mesh, setting.batch)
+
+
+def spec_of_border(shape: Sequence[int], mesh: DeviceMesh, of_batch: tuple[int, Any] | None) -> Spec:
+    """The spec of a tensor of this shape that crosses a border; `of_batch` are the rows of the batch and their axes."""
+    rows, batch = of_batch or (None, None)
+    spec = list[Any]([None] * len(shape))
     if shape and shape[0] == rows:
         spec[0] = batch
     taken = {batch} if isinstance(batch, str) else set(batch or ())
-    left = [axis for axis in setting.mesh.names if axis not in taken and setting.mesh.axis_size(axis) > 1]
-    ranks = 1
-    for axis in left:
-        ranks *= setting.mesh.axis_size(axis)
+    left = [axis for axis in mesh.names if axis not in taken and mesh.axis_size(axis) > 1]
+    ranks = math.prod(mesh.axis_size(axis) for axis in left)
     place = next((d for d, n in enumerate(shape) if d > 0 and n % ranks == 0), None)
     if left and place is not None:
         spec[place] = left

@@ -18,47 +18,16 @@ from ...errors import MeshfuseError, SourceLine, user_error
 from ..captured_graph import Captured, Source
 from ..cut import Reads, draws, is_size, is_view
 from ..lines import line_of, module_paths
+from .borders import Borders, Crossing
 
 Node = torch.fx.Node
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
-    """A tensor that one stage makes and others read.
-
-    place: its number among all arguments, behind those of the call.
-    name: what bills call it.
-    back: whether it is of the backward, and goes to stages before.
-    """
-
-    place: int
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    source: int
-    targets: tuple[int, ...]
-    back: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StageGraph:
-    """What one stage computes, as a graph with a forward and a backward.
-
-    received, sent: what it takes from others and gives to them. Of the forward, `sent[i]` is result i; behind these
-        comes the loss on the last stage.
-    """
+class StageGraph(Borders):
+    """What one stage computes, as a graph with a forward and a backward."""
 
     graph: Captured
-    received: tuple[Crossing, ...]
-    sent: tuple[Crossing, ...]
-
-    def taken(self, back: bool) -> list[Crossing]:
-        """What the forward, or the backward, has to have received."""
-        return [crossing for crossing in self.received if crossing.back is back]
-
-    def given(self, back: bool) -> list[Crossing]:
-        """What the forward, or the backward, sends."""
-        return [crossing for crossing in self.sent if crossing.back is back]
 
 
 def stage_graphs(graph: Captured, cuts: Sequence[str], first_place: int, line: SourceLine) -> list[StageGraph]:
@@ -293,7 +262,7 @@ class _Builder:
         module = torch.fx.GraphModule(self.whole.module, self.new)
         captured = Captured(module, tuple(self.inputs), tuple(outputs), pytree.tree_structure(0), True)
         sent = [self.crossings[node] for node in self.sent]
-        return StageGraph(captured, tuple(self.crossings[node] for node in received), tuple(sent))
+        return StageGraph(tuple(self.crossings[node] for node in received), tuple(sent), captured)
 
     def _take_inputs(self, inside: set[Node]) -> None:
         losses = sum(source.kind == "result" for _, source in self.ends)

@@ -5,17 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from ...runtime.world import World
 from ..captured_graph import Source
-from .assign import Assignment
+from .assignment import Assignment
+from .borders import Borders
 from .program import StageProgram
 from .schedule import BACKWARD, FORWARD, OF_INPUTS, OF_WEIGHTS, Action
-from .stages import StageGraph
 from .transport import BetweenRanks, Expected, InProcess, Message, Transport, messages_of, needs_of
 
 _SEEDS = 2**62
@@ -24,10 +23,29 @@ _SPREAD = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Planned:
-    """A model's stages for micro-batches of one shape: the graphs of all, and the programs of this rank's."""
+    """Stages for micro-batches of one shape.
 
-    graphs: tuple[StageGraph, ...]
+    borders: by stage, of all, what crosses them.
+    programs: by stage, of this rank's, what it runs.
+    constants: the module that has tensors which the stages read and no user knows; None where there are none.
+    """
+
+    borders: tuple[Borders, ...]
     programs: Mapping[int, StageProgram]
+    loss_dtype: torch.dtype
+    constants: Any = None
+
+
+class Values(Protocol):
+    """What stages read that nobody sends them."""
+
+    def of(self, source: Source, microbatch: int) -> Any:
+        """An argument, or what a weight, buffer or constant is now; a DTensor, or a rank's own part."""
+        ...
+
+    def needs_gradient(self, name: str) -> bool:
+        """Whether a weight gets a gradient."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +53,13 @@ class Work:
     """What a step needs to know.
 
     planned: by micro-batch.
-    leaves: by micro-batch the arguments as leaves.
-    module: whose parameters and buffers are read.
+    shares: by micro-batch its share of the rows.
     """
 
     assignment: Assignment
     planned: Sequence[Planned]
-    leaves: Sequence[Sequence[Any]]
+    values: Values
     shares: Sequence[float]
-    module: nn.Module
     device: torch.device
     backend: str | None
     seed: int
@@ -86,8 +102,8 @@ class _Step:
         transport.finish()
 
     def _between_ranks(self, orders: Sequence[Sequence[Action]]) -> Transport:
-        graphs = {number: planned.graphs for number, planned in enumerate(self.work.planned)}
-        return BetweenRanks(self.work.assignment, orders, graphs, self._expected, self.work.device)
+        borders = {number: planned.borders for number, planned in enumerate(self.work.planned)}
+        return BetweenRanks(self.work.assignment, orders, borders, self._expected, self.work.device)
 
     def _expected(self, message: Message) -> Expected:
         program = self.work.planned[message.microbatch].programs[message.target]
@@ -99,7 +115,7 @@ class _Step:
     def _act(self, action: Action, transport: Transport, with_gradients: bool) -> None:
         planned = self.work.planned[action.microbatch]
         program = planned.programs[action.stage]
-        arrived = {program.received_of(c): transport.take(m, action) for m, c in needs_of(action, planned.graphs)}
+        arrived = {program.received_of(c): transport.take(m, action) for m, c in needs_of(action, planned.borders)}
         act = {
             FORWARD: self._forward,
             BACKWARD: self._backward,
@@ -110,7 +126,7 @@ class _Step:
         if action.kind == FORWARD and not with_gradients:
             self.kept.pop((action.stage, action.microbatch))
         given = {crossing.place: crossing for crossing in program.stage.sent}
-        for message in messages_of(action, planned.graphs):
+        for message in messages_of(action, planned.borders):
             transport.send(message, made[program.sent_of(given[message.place])])
 
     def _forward(self, action: Action, program: StageProgram, arrived: dict[Source, Any]) -> dict[Source, Any]:
@@ -131,21 +147,9 @@ class _Step:
         return made
 
     def _input(self, source: Source, microbatch: int, arrived: Mapping[Source, Any]) -> Any:
-        """An input of a forward: what arrived, an argument, or what the module has; a rank's own part of it."""
-        if source in arrived:
-            return arrived[source]
-        if source.kind == "argument":
-            value = self.work.leaves[microbatch][source.place]
-        elif source.kind == "constant":
-            value = getattr(self._constants(microbatch), source.name)
-        else:
-            path, _, name = source.name.rpartition(".")
-            owner = self.work.module.get_submodule(path)
-            value = (owner._parameters if source.kind == "parameter" else owner._buffers)[name]
+        """An input of a forward: what arrived, or a value of the step; a rank's own part of it."""
+        value = arrived[source] if source in arrived else self.work.values.of(source, microbatch)
         return getattr(value, "_local_tensor", value)
-
-    def _constants(self, microbatch: int) -> nn.Module:
-        return self.work.planned[microbatch].graphs[0].graph.module
 
     def _seed(self, action: Action) -> int:
         """Random numbers of their own for each stage and micro-batch; the backward reads those of the forward."""
@@ -197,9 +201,7 @@ class _Step:
         assignment, world = self.work.assignment, World.current()
         total = torch.stack(self.losses).sum() if self.losses else torch.zeros((), device=self.work.device)
         if world.size > 1 and assignment.axis:
-            last = assignment.schedule.stages - 1
-            kind = self.work.planned[0].graphs[last].graph.of_kind("result")[-1][0].meta["val"].dtype
-            total = total.to(kind)
+            total = total.to(self.work.planned[0].loss_dtype)
             assignment.reduce(total)
         return total
 
@@ -222,10 +224,9 @@ class _Step:
         return [name for name, rows in owners.items() if row in rows and len(rows) > 1]
 
     def _add_up(self, name: str, found: dict[str, torch.Tensor]) -> None:
-        path, _, last = name.rpartition(".")
-        parameter: Any = self.work.module.get_submodule(path)._parameters[last]
-        if not parameter.requires_grad:
+        if not self.work.values.needs_gradient(name):
             return
+        parameter = self.work.values.of(Source("parameter", name), 0)
         local = getattr(parameter, "_local_tensor", parameter)
         given = found.get(name, torch.zeros_like(local, requires_grad=False)).contiguous()
         self.work.assignment.reduce(given, stages=self.work.assignment.owners[name])

@@ -16,9 +16,9 @@ import torch
 from ...errors import RankError
 from ...runtime.work import Work
 from ...runtime.world import World
-from .assign import Assignment
+from .assignment import Assignment
+from .borders import Borders, Crossing
 from .schedule import FORWARD, OF_WEIGHTS, Action
-from .stages import Crossing, StageGraph
 
 AHEAD = 2  # Receives of a peer that are posted before they are read: one arrives while the other is computed with.
 
@@ -76,7 +76,7 @@ class InProcess:
         assert not self.there
 
 
-def messages_of(action: Action, graphs: Sequence[StageGraph]) -> Iterator[Message]:
+def messages_of(action: Action, graphs: Sequence[Borders]) -> Iterator[Message]:
     """What an action sends, in order."""
     if action.kind != OF_WEIGHTS:
         for crossing in graphs[action.stage].given(action.kind != FORWARD):
@@ -84,7 +84,7 @@ def messages_of(action: Action, graphs: Sequence[StageGraph]) -> Iterator[Messag
                 yield Message(crossing.place, target, action.microbatch)
 
 
-def needs_of(action: Action, graphs: Sequence[StageGraph]) -> list[tuple[Message, Crossing]]:
+def needs_of(action: Action, graphs: Sequence[Borders]) -> list[tuple[Message, Crossing]]:
     """What an action takes."""
     if action.kind == OF_WEIGHTS:
         return []
@@ -128,7 +128,7 @@ class BetweenRanks:
     """
 
     def __init__(
-        self, assignment: Assignment, orders: Sequence[Sequence[Action]], graphs: Mapping[int, Sequence[StageGraph]],
+        self, assignment: Assignment, orders: Sequence[Sequence[Action]], graphs: Mapping[int, Sequence[Borders]],
         expected: Callable[[Message], Expected], device: torch.device,
     ) -> None:  # fmt: skip
         self._world = World.current()
@@ -202,7 +202,7 @@ class BetweenRanks:
 
 
 def _times(
-    orders: Sequence[Sequence[Action]], graphs: Mapping[int, Sequence[StageGraph]]
+    orders: Sequence[Sequence[Action]], graphs: Mapping[int, Sequence[Borders]]
 ) -> tuple[dict[Message, int], dict[Message, int]]:
     """By message the number of the action that reads it, and of the one that sends it, each on its own rank."""
     seen, sent = dict[Message, int](), dict[Message, int]()
