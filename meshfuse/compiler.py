@@ -44,7 +44,7 @@ from .reshard.hoist_reshards import hoist_reshards
 from .reshard.rematerialize import peak, rematerialize_gathers
 from .resharding import ReshardedDefinition, insert_resharding
 from .rewrites.carry_block_orders import carry_block_orders
-from .rewrites.distributed_forms import apply_distributed_forms, probed
+from .rewrites.distributed_forms import apply_distributed_forms
 from .rewrites.fuse_mean_variance import fuse_mean_variance
 from .rewrites.hoist_slices import Picked
 from .rewrites.lower_ring_ops import lower_ring_ops
@@ -221,9 +221,7 @@ def decided(
     plan = Propagation(default_mesh, opened)
     plain, best = _forms(graph, plan) if effort.rewrites else (apply_distributed_forms(graph, plan),) * 2
     for other in _rewritten(graph) if effort.rewrites else ():
-        probe = probed(other, plan)
-        if cheaper(best, probe) is probe:
-            best = cheaper(best, _forms(other, plan, probe)[1])
+        best = cheaper(best, _forms(other, plan)[1])
     parts = effort.in_parts(graph)
     forms = (plain, best) if parts and best is not plain else (best,)
     return functools.reduce(cheaper, [plan.refined(found, parts) for found in forms])
@@ -237,16 +235,11 @@ def _rewritten(graph: Graph) -> Iterator[Graph]:
             yield graph
 
 
-def _forms(
-    graph: Graph, plan: Planner, probe: ShardedDefinition | None = None
-) -> tuple[ShardedDefinition, ShardedDefinition]:
-    """The plan of the graph as it is, and the best plan over the forms in which its ops may be written.
-
-    probe: what is known of the graph (`distributed_forms.probed`).
-    """
+def _forms(graph: Graph, plan: Planner) -> tuple[ShardedDefinition, ShardedDefinition]:
+    """The plan of the graph as it is, and the best plan over the forms in which its ops may be written."""
 
     def with_forms(form: Graph) -> ShardedDefinition:
-        return fuse_mean_variance(apply_distributed_forms(form, plan, probe if form is graph else None), plan)
+        return fuse_mean_variance(apply_distributed_forms(form, plan), plan)
 
     plain = with_forms(graph)
     found = update_in_place(

@@ -54,30 +54,19 @@ class Distributed:
         return without_unread(_FormWriter(graph, forms).run(forms)).with_rewrite(self)
 
 
-def probed(graph: Graph, plan: Planner) -> ShardedDefinition:
-    """The plan of a graph as if nothing had to be whole: with ops in their distributed forms none takes less time.
-
-    Else a plan may gather a dim long before the op that, in its distributed form, would not need it whole.
-    """
-    return plan(_optimistic(graph) if _has_forms(graph) else graph)
-
-
-def apply_distributed_forms(graph: Graph, plan: Planner, probe: ShardedDefinition | None = None) -> ShardedDefinition:
+def apply_distributed_forms(graph: Graph, plan: Planner) -> ShardedDefinition:
     """A plan of the graph, with ops in their distributed forms where that is cheaper.
 
-    probe: what `probed` says of the graph, if it is known: it shows which dims would be sharded.
+    To see which dims would be sharded if nothing had to be whole, the graph is first propagated as if that were so.
+    Else a plan may gather a dim long before the op that, in its distributed form, would not need it whole.
     """
-    probe = probed(graph, plan) if probe is None else probe
-    if not _has_forms(graph):
-        return probe
+    if not any(node.call.has_form for node in graph.nodes):
+        return plan(graph)
+    probe = plan(_optimistic(graph))
     groups = _Chooser(graph, probe, plan).groups()
     if not groups and _holds(graph, probe):
         return dataclasses.replace(probe, graph=graph)
     return _settled(graph, groups, plan)
-
-
-def _has_forms(graph: Graph) -> bool:
-    return any(node.call.has_form for node in graph.nodes)
 
 
 def _holds(graph: Graph, probe: ShardedDefinition) -> bool:
