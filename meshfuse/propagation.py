@@ -14,6 +14,7 @@ from .mesh import DeviceMesh
 from .placement.options import Choice
 from .planner.answer import Optimum
 from .planner.follow import followed
+from .planner.frame import Frame
 from .planner.op_labels import KnownLabels
 from .planner.open_inputs import NOTHING_OPEN, OpenInputs
 from .planner.optimum import Known, Solved, solved
@@ -91,7 +92,7 @@ class Propagation:
 
     def __init__(self, default_mesh: DeviceMesh, opened: OpenInputs = NOTHING_OPEN):
         self.default_mesh, self.opened = default_mesh, opened
-        self._prices, self._labels = Prices(whole_axes), KnownLabels()
+        self._prices, self._labels, self._frames = Prices(whole_axes), KnownLabels(), list[Frame]()
         self._solved: dict[int, Solved] = {}  # by identity of graphs, which stay alive in it
 
     def __call__(self, graph: Graph) -> ShardedDefinition:
@@ -104,13 +105,16 @@ class Propagation:
         """
         known = None if parts else Known([choice.placement for choice in found.choices], found.gap)
         there = self._solved.get(id(found.graph))
-        there = there or solved(found.graph, self.default_mesh, self._prices, known, self.opened, self._labels)
+        there = there or self._solve(found.graph, known)
         return _sharded(found.graph, there.refined(parts))
 
     def _of(self, graph: Graph) -> Solved:
         if id(graph) not in self._solved:
-            self._solved[id(graph)] = solved(graph, self.default_mesh, self._prices, None, self.opened, self._labels)
+            self._solved[id(graph)] = self._solve(graph)
         return self._solved[id(graph)]
+
+    def _solve(self, graph: Graph, known: Known | None = None) -> Solved:
+        return solved(graph, self.default_mesh, self._prices, known, self.opened, self._labels, self._frames)
 
 
 def _sharded(graph: Graph, found: Optimum) -> ShardedDefinition:

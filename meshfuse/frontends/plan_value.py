@@ -247,7 +247,7 @@ def _is_foldable(counts: Counter[Spec]) -> bool:
 
 def _pattern(name: str) -> str:
     """A name with the first number of a layer left open, also where the name begins with it."""
-    return layer_pattern(f".{name}")[1:]
+    return layer_pattern(f"model.{name}").removeprefix("model.")
 
 
 def _hashable(spec: Spec) -> Spec:

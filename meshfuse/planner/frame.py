@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from ..graph import Graph
@@ -75,6 +75,16 @@ class Frame:
         )  # fmt: skip
         return alone._decided(ends=False)
 
+    def with_rules_of(self, graph: Graph) -> Frame | None:
+        """The same of a graph whose ops differ from this one's by their rules alone; None of any other.
+
+        Ops that are equal in one of the graphs must be equal in the other, too.
+        """
+        kept = stationary_axes(graph)
+        if self.ends or kept != self.kept or not _differ_by_rules(self.graph, graph):
+            return None
+        return dataclasses.replace(self, graph=graph, special=_special(graph, self.meshes, self.ops, self.alike))
+
     def with_ends(self) -> Frame:
         """The same, with a first and a last layer that decide for themselves."""
         return self._decided(ends=True)
@@ -84,8 +94,7 @@ class Frame:
         first = dict[Hashable, int]()
         alike = {i: first.setdefault(found._asked_of(i), i) for i in (*self.inputs, *self.makers)}
         ops, tensors = Counter(found.deciders), Counter(alike.values())
-        nodes = [self.graph.nodes[op] for op in sorted(ops)]
-        special = {mesh: SpecialLayouts.of(self.graph, mesh, nodes, alike) for mesh in self.meshes}
+        special = _special(self.graph, self.meshes, ops, alike)
         held = Counter(alike[i] for i in self.opened.held)
         return dataclasses.replace(found, ops=ops, alike=alike, tensors=tensors, special=special, held=held)
 
@@ -114,3 +123,23 @@ def _readers(graph: Graph) -> _Readers:
         for place, i in enumerate(node.inputs):
             found.setdefault(i, {}).setdefault(node.id, []).append(place)
     return found
+
+
+def _special(
+    graph: Graph, meshes: tuple[DeviceMesh, ...], ops: Iterable[int], alike: Mapping[int, int]
+) -> dict[DeviceMesh, SpecialLayouts]:
+    nodes = [graph.nodes[op] for op in sorted(ops)]
+    return {mesh: SpecialLayouts.of(graph, mesh, nodes, alike) for mesh in meshes}
+
+
+def _differ_by_rules(graph: Graph, other: Graph) -> bool:
+    """Whether two graphs are the same but for their ops' rules, of which each stands for one of the other's."""
+    said = [f.name for f in dataclasses.fields(Graph) if f.name != "nodes"]
+    if any(getattr(graph, name) is not getattr(other, name) for name in said) or len(graph.nodes) != len(other.nodes):
+        return False
+    pairs = [*zip(graph.nodes, other.nodes, strict=True)]
+    rules = {(id(a.rule), id(b.rule)) for a, b in pairs}
+    one_to_one = len(rules) == len({a for a, _ in rules}) == len({b for _, b in rules})
+    return one_to_one and all(
+        a is b or (a.call is b.call and a.inputs == b.inputs and a.outputs == b.outputs) for a, b in pairs
+    )

@@ -97,17 +97,19 @@ class Solved:
 
 def solved(
     graph: Graph, default_mesh: DeviceMesh, prices: Prices, known: Known | None = None,
-    opened: OpenInputs = NOTHING_OPEN, labels: KnownLabels | None = None,
+    opened: OpenInputs = NOTHING_OPEN, labels: KnownLabels | None = None, frames: list[Frame] | None = None,
 ) -> Solved:  # fmt: skip
     """A graph's best assignment on the meshes that its annotations name, or on this one.
 
     known: the best assignment, if it is known.
     opened: the inputs whose places are to be found.
     labels: those that were made for other forms of the graph, to which are added those that are made for it.
+    frames: those of other forms of the graph, as `labels`.
     """
     meshes = tuple(dict.fromkeys(note.mesh for note in graph.annotations.values())) or (default_mesh,)
     mesh, *others = meshes
-    frame, atoms_of = Frame.of(graph, meshes, opened), _among(_named_axes(graph, opened), whole_axes)
+    frame = _frame(graph, meshes, opened, [] if frames is None else frames)
+    atoms_of = _among(_named_axes(graph, opened), whole_axes)
     axes = tuple([axis.axis for axis in sorted(atoms_of(mesh), key=lambda axis: -(axis.size or 1)) if axis.axis])
     counts = [0] if others or len(axes) < 2 else _counts(frame, atoms_of)
     homes = sum(counts) > _MOST_LABELS
@@ -120,6 +122,13 @@ def solved(
         return Solved(program, _solved(program))
     whole = whole_labels(graph, mesh, atoms_of)
     return Solved(*_best([_from_whole(make, whole, order) for order in (axes, axes[::-1])]), axes)
+
+
+def _frame(graph: Graph, meshes: tuple[DeviceMesh, ...], opened: OpenInputs, frames: list[Frame]) -> Frame:
+    """The graph's frame, which is added to the others; made from one of these where only rules differ."""
+    found = next(filter(None, [other.with_rules_of(graph) for other in frames]), None)
+    frames.append(Frame.of(graph, meshes, opened) if found is None else found)
+    return frames[-1]
 
 
 def _taken(make: Callable[..., Program], known: Known, axes: tuple[str, ...]) -> Solved:

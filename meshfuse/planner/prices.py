@@ -114,16 +114,17 @@ class _Matrix:
 
     def _improve(self, sources: Shardings, targets: Shardings, quality: np.ndarray) -> bool:
         """Put in better prices than closed forms where these are rough; returns whether there were any."""
-        displaced, (rows, columns) = quality == DISPLACED, (self.numbers(sources), self.numbers(targets))
-        for n, m in np.argwhere(displaced):
+        rows, columns = self.numbers(sources), self.numbers(targets)
+        bounded = (quality == DISPLACED) | (quality == NONE)
+        for n, m in np.argwhere(bounded):
             place = rows[n], columns[m]
             self.costs[place] = self._least(sources[n], targets[m])
             self.quality[place] = LOW
-        rough = (quality == UNEVEN) | ((quality == LOW) & self.searched)
-        asked = quality == NONE if rough.sum() > _MOST_SEARCHED else rough | (quality == NONE)
+        asked = (quality == UNEVEN) | ((quality == LOW) & self.searched)
+        asked = asked & (asked.sum() <= _MOST_SEARCHED)
         for n, m in np.argwhere(asked):
             self.correct(sources[n], targets[m])
-        return bool(displaced.any() or asked.any())
+        return bool(bounded.any() or asked.any())
 
     def seconds(self, source: Sharding, target: Sharding) -> float:
         """The price of one pair, as in a table."""
