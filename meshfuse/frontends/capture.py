@@ -21,7 +21,7 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
@@ -33,6 +33,8 @@ from .hugging_face import install_recorders, without_new_caches
 from .kv_caches import INNER, a_new_cache
 
 Tree = Any
+# What torch raises where it cannot trace: errors of its own, and those of the ops that it runs on fake tensors.
+_NOT_TRACED = (TorchDynamoException, UserError, RuntimeError, AssertionError, LookupError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ def captured(
             return _with_first_names(_traced(stack, module, args, kwargs, scalars_only), module)
         except MeshfuseError:
             raise
-        except (TorchDynamoException, UserError, RuntimeError, NotImplementedError, AssertionError) as error:
+        except _NOT_TRACED as error:
             raise not_captured(module, error, line, given()) from error
 
 
@@ -147,8 +149,17 @@ def _with_first_names(graph: Captured, module: nn.Module) -> Captured:
 
 
 def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Source:
-    """A tensor that the graph holds, as an input."""
-    node.meta.setdefault("val", getattr(module, str(node.target)))
+    """A tensor that the graph holds, as an input.
+
+    Raises DefinitionError for a fake one: Dynamo returns x.T of an argument so, and not as an op of the graph.
+    """
+    value = getattr(module, str(node.target))
+    if isinstance(value, FakeTensor):
+        raise user_error(
+            "a result that is an attribute of an argument or a parameter", f"one of shape {list(value.shape)}",
+            "one that an op makes", "Write x.transpose(0, 1) in the place of x.T, or x.transpose(-2, -1) of x.mT.",
+        )  # fmt: skip
+    node.meta.setdefault("val", value)
     return Source("constant", str(node.target))
 
 
