@@ -49,7 +49,7 @@ def _ordering(x: torch.Tensor, y: torch.Tensor) -> Made:
     return [
         x.median(2)[0], x.median(), x.nanmedian(1)[0], x.kthvalue(2, 2)[0], x.mode(2)[0], x.cummax(2)[0], x.cummin(0)[0],
         x.logcumsumexp(1), x.quantile(0.3, dim=2), torch.cdist(x, y.mT), torch.cdist(x[0], y[0].mT, 1.0), F.pdist(x[0]),
-        x.renorm(2, 0, 1.0), x.trapezoid(dim=1), x.kron(y[0]), torch.linalg.cross(x[:, :3], y[:, :3].repeat(1, 1, 2)),
+        x.renorm(2, 0, 1.0), torch.trapezoid(x, dim=1), x.kron(y[0]), torch.linalg.cross(x[:, :3], y[:, :3].repeat(1, 1, 2), dim=1),
     ]  # fmt: skip
 
 
@@ -77,13 +77,13 @@ def _by_index(x: torch.Tensor, y: torch.Tensor) -> Made:
     rows, mask = torch.tensor([[0, 2, 0, 1]] * 2), x > 0
     flat, more = x.reshape(3, 16), x.reshape(16, 3)
     return [
-        flat.scatter_add(0, rows, more[:2, :1].expand(2, 4)), flat.scatter(1, rows, 2.0, reduce="add"),
-        flat.scatter_reduce(1, rows, flat[:2, 3:7], "amax"), flat.scatter_reduce(0, rows, flat, "mean", include_self=False),
+        flat.scatter_add(0, rows, more[:2, :1].expand(2, 4)), flat.detach().scatter(1, rows, 2.0, reduce="add"),
+        flat.scatter_reduce(1, rows, flat[:2, 3:7], "amax"), flat.scatter_reduce(0, rows, flat[:2, :4], "mean", include_self=False),
         flat.index_reduce(0, torch.tensor([0, 2]), flat[1:] + 2, "prod"), x.masked_scatter(mask, y.repeat(1, 1, 2) * 2),
         torch.addbmm(x[0], x, x), x.put(torch.tensor([3, 40]), y[0, 0]), x.take(torch.tensor([[3, 40], [7, 0]])),
-        x.masked_fill(mask, -torch.inf).fill_diagonal_(0.5)[0] if x.ndim == 2 else x.where(~mask, torch.inf).diagonal(0, 1, 2).clamp(max=9.0),
+        x.where(~mask, torch.inf).diagonal(0, 1, 2).clamp(max=9.0),
         x.diagonal_scatter(y[:, :, 0], 0, 1, 2), x.copysign(-y.repeat(1, 1, 2)), x.fmax(y.repeat(1, 1, 2)), torch.hypot(x, x[0] + 1),
-        x.abs().polygamma(1) if False else torch.polygamma(1, x.abs() + 1), (x.abs() + 1).digamma(), torch.special.i0(x), x.squeeze(()),
+        torch.polygamma(1, x.abs() + 1), (x.abs() + 1).digamma(), torch.special.i0(x), x.squeeze(()),
     ]  # fmt: skip
 
 

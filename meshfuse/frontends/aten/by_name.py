@@ -43,8 +43,15 @@ def has_rule(target: Any) -> bool:
 @functools.cache
 def _of_elements(target: Any) -> Rule | None:
     """A rule by which torch computes a function of single elements that it does not write in others; else None."""
-    is_own = target not in core_aten_decompositions() and target not in _WRITTEN and not target._schema.is_mutable
-    return torch_rule(target, trailing(0)) if torch.Tag.pointwise in target.tags and is_own else None
+    if torch.Tag.pointwise not in target.tags or target._schema.is_mutable or target in _WRITTEN:
+        return None
+    return None if target in _core() else torch_rule(target, trailing(0))
+
+
+@functools.cache
+def _core() -> frozenset[Any]:
+    """The ops that torch writes in a small set of others. To make the table takes a second."""
+    return frozenset(dict(core_aten_decompositions()))
 
 
 def _nothing(t: Translation, *args: Any, **kwargs: Any) -> None:

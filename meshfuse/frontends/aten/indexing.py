@@ -82,7 +82,9 @@ def _combined(
 ) -> TensorView:
     """x with the part of source that has indices combined into the elements that these name."""
     if not x.ndim:
-        found = _combined(t, *(t.reshape(x, [1]), 0, t.reshape(index, [1]), t.reshape(source, [1])), reduce, include_self)
+        found = _combined(
+            t, *(t.reshape(x, [1]), 0, t.reshape(index, [1]), t.reshape(source, [1])), reduce, include_self
+        )
         return t.reshape(found, [])
     if 0 in index.type.shape:
         return x

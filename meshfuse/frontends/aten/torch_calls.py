@@ -17,7 +17,7 @@ import torch
 from ...definition.tensor_view import TensorView
 from ...dtypes import from_torch
 from ...ops.notation import Dim, Notation
-from ...ops.opdef import Call, Emit, OpDef
+from ...ops.opdef import Emit, OpDef
 from ...ops.rules import Rule
 from ...ops.values import Param, ParamKind, TensorType
 from .table import Translation
@@ -52,8 +52,9 @@ def trailing(*counts: int) -> Form:
 
     def form(operands: Shapes, results: Shapes) -> Items:
         given = counts if len(counts) == len(operands) + len(results) else counts * (len(operands) + len(results))
-        pairs = zip((*operands, *results), given, strict=True)
-        batches = [None if s is None else s[: len(s) - n] for s, n in pairs]
+        shapes = (*operands, *results)
+        given = [min(n, len(s or ())) for s, n in zip(shapes, given, strict=True)]  # what is not wanted may be empty
+        batches = [None if s is None else s[: len(s) - n] for s, n in zip(shapes, given, strict=True)]
         found = [batch for batch in batches if batch is not None]
         size = {p: max(s[-p] for s in found if len(s) >= p) for p in range(1, 1 + max(map(len, found)))}
         made = found[len(operands) :]
@@ -184,7 +185,9 @@ def _emit(e: Emit) -> str | tuple[str, ...]:
     """Text of the call; nothing is called on a rank that has nothing of a result."""
     shapes, types = e.result_shapes, e.call.results
     if any(math.prod(shape) == 0 < t.numel for shape, t in zip(shapes, types, strict=True)):
-        return tuple(f"K.neutral({s}, 'sum', torch.{t.dtype.value}, device)" for s, t in zip(shapes, types, strict=True))
+        return tuple(
+            f"K.neutral({s}, 'sum', torch.{t.dtype.value}, device)" for s, t in zip(shapes, types, strict=True)
+        )
     kinds = "".join(f", ({s}, torch.{t.dtype.value})" for s, t in zip(shapes, types, strict=True))
     name = e.call.op.name
     return f"K.checked_results({name!r}, OP.{name}({', '.join(e.operands)}){kinds})"
