@@ -1,5 +1,7 @@
 """aten ops that torch computes on whole items of a batch: as in eager torch, with the batch cut over the ranks."""
 
+# ruff: noqa: E501  # rows of tables
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -108,3 +110,23 @@ def test_values_and_gradients(function: Callable[..., Made], cut: list[str | Non
             continue
         assert found.shape == wanted.shape and found.dtype == wanted.dtype, place
         assert difference(found, wanted) < 1e-8, place
+
+
+def test_what_cannot_be_solved_is_nan() -> None:
+    """torch raises; here only the item that cannot be solved has no number."""
+
+    def solved(x: torch.Tensor) -> Made:
+        return [torch.linalg.inv(x), torch.linalg.cholesky(x), torch.linalg.solve(x, x)]
+
+    step = mf.compile(solved, MESH, inputs={"x": ["dp", None, None]})
+    with torch.no_grad():
+        for found in step(torch.stack([torch.eye(3), torch.zeros(3, 3)])):
+            assert torch.equal(found[0], torch.eye(3)) and found[1].isnan().all()
+
+
+def test_a_transposed_argument_is_no_result() -> None:
+    step = mf.compile(lambda x: (x.sum(), x.T), MESH, inputs={"x": ["dp", None]})
+    with pytest.raises(
+        mf.DefinitionError, match=r"an attribute of an argument .* found one of shape \[2, 3\].*x.transpose"
+    ):
+        step(numbers(3, 2).requires_grad_())

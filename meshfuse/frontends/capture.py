@@ -21,7 +21,7 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
@@ -154,13 +154,22 @@ def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Source:
     Raises DefinitionError for a fake one: Dynamo returns x.T of an argument so, and not as an op of the graph.
     """
     value = getattr(module, str(node.target))
-    if isinstance(value, FakeTensor):
+    if not _has_numbers(value):
         raise user_error(
             "a result that is an attribute of an argument or a parameter", f"one of shape {list(value.shape)}",
             "one that an op makes", "Write x.transpose(0, 1) in the place of x.T, or x.transpose(-2, -1) of x.mT.",
         )  # fmt: skip
     node.meta.setdefault("val", value)
     return Source("constant", str(node.target))
+
+
+def _has_numbers(value: torch.Tensor) -> bool:
+    """Whether a tensor has memory: to read one of a trace ends the process."""
+    try:
+        value.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _source_of_input(desc: Any) -> Source:

@@ -82,10 +82,8 @@ def _combined(
 ) -> TensorView:
     """x with the part of source that has indices combined into the elements that these name."""
     if not x.ndim:
-        found = _combined(
-            t, *(t.reshape(x, [1]), 0, t.reshape(index, [1]), t.reshape(source, [1])), reduce, include_self
-        )
-        return t.reshape(found, [])
+        x, index, source = (t.reshape(y, [1]) for y in (x, index, source))
+        return t.reshape(_combined(t, x, 0, index, source, reduce, include_self), [])
     if 0 in index.type.shape:
         return x
     source = t.ops.slice(source, [0] * source.ndim, list(index.type.shape)) if index.ndim == source.ndim else source

@@ -32,8 +32,8 @@ _FORMS: tuple[tuple[Form, tuple[Any, ...]], ...] = (
     (trailing(2, 1), (aten._linalg_eigvals.default,)),
     (trailing(2, 2, 1), (aten.geqrf.default,)),
     (trailing(3), (
-        aten.grid_sampler_2d_backward.default, aten.adaptive_max_pool3d.default, aten.adaptive_max_pool3d_backward.default,
-        aten.replication_pad3d_backward.default,
+        aten.grid_sampler_2d_backward.default, aten.adaptive_max_pool3d.default,
+        aten.adaptive_max_pool3d_backward.default, aten.replication_pad3d_backward.default,
     )),
     (trailing(1), (aten.replication_pad1d_backward.default,)),
     (trailing(4), (aten.grid_sampler_3d.default, aten.grid_sampler_3d_backward.default)),
@@ -44,7 +44,7 @@ _FORMS: tuple[tuple[Form, tuple[Any, ...]], ...] = (
     # As a whole: a result is of all elements, or batches are not dims.
     (whole, (
         aten.median.default, aten.nanmedian.default, aten._pdist_forward.default, aten._pdist_backward.default,
-        aten.histogram.bin_ct, aten.histogram.bins_tensor, aten._ctc_loss.default, aten._ctc_loss_backward.default,
+        aten.histogram.bin_ct, aten.histogram.bins_tensor,
         aten._embedding_bag.default, aten._embedding_bag_forward_only.default,
         aten._embedding_bag_dense_backward.default, aten._embedding_bag_per_sample_weights_backward.default,
         aten.multi_margin_loss_backward.default, aten.multilabel_margin_loss_backward.default,
@@ -63,8 +63,8 @@ def _enter() -> None:
 _enter()
 
 
-# torch.linalg raises where a matrix cannot be inverted, solved or factored. That depends on numbers, which each rank has
-# its own of: here such matrices give NaN.
+# torch.linalg raises where a matrix cannot be inverted, solved or factored. That depends on numbers, of which each rank
+# has its own: here such matrices give NaN.
 
 
 def _or_nan(found: torch.Tensor, info: torch.Tensor) -> torch.Tensor:
@@ -209,29 +209,6 @@ def _sampled(operands: Shapes, results: Shapes) -> Items:
 @rule(aten.fractional_max_pool2d.default)
 def _fractional_pool(t: Translation, x: TensorView, *args: Any) -> Any:
     return torch_call(t, trailing(2, 1, 2, 2), aten.fractional_max_pool2d.default, x, *args)
-
-
-@rule(aten._ctc_loss.Tensor)
-def _ctc_loss(t: Translation, scores: TensorView, targets: TensorView, *args: Any, **more: Any) -> Any:
-    """(time, batch, classes), and one row of targets for each of the batch, or all targets in a row."""
-    is_cut = targets.ndim == 2 and scores.ndim == 3
-    return torch_call(t, _sequences if is_cut else whole, aten._ctc_loss.Tensor, scores, targets, *args, **more)
-
-
-def _sequences(operands: Shapes, results: Shapes) -> Items:
-    return Items((("D", "n", "D"), ("n", "D"), ("n",), ("n",)), (("n",), ("n", "D", "D")))
-
-
-@rule(aten._ctc_loss_backward.Tensor)
-def _ctc_loss_gradient(t: Translation, grad: TensorView, scores: TensorView, targets: TensorView, *more: Any) -> Any:
-    is_cut = targets.ndim == 2 and scores.ndim == 3
-    form = _sequences_gradient if is_cut else whole
-    return torch_call(t, form, aten._ctc_loss_backward.Tensor, grad, scores, targets, *more)
-
-
-def _sequences_gradient(operands: Shapes, results: Shapes) -> Items:
-    rows = (("n",), ("D", "n", "D"), ("n", "D"), ("n",), ("n",), ("n",), ("n", "D", "D"))
-    return Items(rows, (("D", "n", "D"),))
 
 
 def _scaled_gradient(target: Any, spatial: int) -> None:
