@@ -33,6 +33,9 @@ from .functions import others_captured
 from .hugging_face import install_recorders, without_new_caches
 from .kv_caches import INNER, a_new_cache
 
+# What torch raises where it cannot trace: errors of its own, and those of the ops that it runs on fake tensors.
+_NOT_TRACED = (TorchDynamoException, UserError, RuntimeError, AssertionError, LookupError, TypeError, ValueError)
+
 
 def captured(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device, line: SourceLine,
@@ -59,7 +62,7 @@ def captured(
             return _with_first_names(_traced(stack, module, args, kwargs, scalars_only), module)
         except MeshfuseError:
             raise
-        except (TorchDynamoException, UserError, RuntimeError, NotImplementedError, AssertionError) as error:
+        except _NOT_TRACED as error:
             raise not_captured(module, error, line, given()) from error
 
 
@@ -106,9 +109,27 @@ def _with_first_names(graph: Captured, module: nn.Module) -> Captured:
 
 
 def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Source:
-    """A tensor that the graph holds, as an input."""
-    node.meta.setdefault("val", getattr(module, str(node.target)))
+    """A tensor that the graph holds, as an input.
+
+    Raises DefinitionError for a fake one: Dynamo returns x.T of an argument so, and not as an op of the graph.
+    """
+    value = getattr(module, str(node.target))
+    if not _has_numbers(value):
+        raise user_error(
+            "a result that is an attribute of an argument or a parameter", f"one of shape {list(value.shape)}",
+            "one that an op makes", "Write x.transpose(0, 1) in the place of x.T, or x.transpose(-2, -1) of x.mT.",
+        )  # fmt: skip
+    node.meta.setdefault("val", value)
     return Source("constant", str(node.target))
+
+
+def _has_numbers(value: torch.Tensor) -> bool:
+    """Whether a tensor has memory: to read one of a trace ends the process."""
+    try:
+        value.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _source_of_input(desc: Any) -> Source:

@@ -56,7 +56,7 @@ def _unfold(x: torch.Tensor, dim: int, size: int, step: int) -> torch.Tensor:
 def _diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
     """A diagonal: all else of the square around it is 0, and then summed."""
     x = x.movedim((dim1, dim2), (-2, -1))
-    return (_square(x, offset) * _eye(x, offset)).sum(-1)
+    return torch.where(_eye(x, offset), _square(x, offset), x.new_zeros(())).sum(-1, dtype=x.dtype)
 
 
 def _square(x: torch.Tensor, offset: int) -> torch.Tensor:
@@ -74,11 +74,19 @@ def _eye(x: torch.Tensor, offset: int) -> torch.Tensor:
 def _diagonal_backward(grad: torch.Tensor, sizes: list[int], offset: int, dim1: int, dim2: int) -> torch.Tensor:
     order = [n for d, n in enumerate(sizes) if d not in (dim1 % len(sizes), dim2 % len(sizes))]
     whole = grad.new_zeros((*order, sizes[dim1], sizes[dim2]))
-    square = grad.unsqueeze(-1) * _eye(whole, offset)
+    square = torch.where(_eye(whole, offset), grad.unsqueeze(-1), grad.new_zeros(()))
     top, left = max(-offset, 0), max(offset, 0)
     n = square.shape[-1]
     pads = (left, sizes[dim2] - left - n, top, sizes[dim1] - top - n)
     return torch.nn.functional.pad(square, pads).movedim((-2, -1), (dim1, dim2))
+
+
+def _diagonal_scatter(
+    x: torch.Tensor, source: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> torch.Tensor:  # fmt: skip
+    """A tensor with another diagonal."""
+    is_on = _diagonal_backward(torch.ones_like(source, dtype=torch.bool), [*x.shape], offset, dim1, dim2)
+    return torch.where(is_on, _diagonal_backward(source.to(x.dtype), [*x.shape], offset, dim1, dim2), x)
 
 
 _ATEN = torch.ops.aten
@@ -86,7 +94,7 @@ _ATEN = torch.ops.aten
 _OWN: dict[Any, Callable[..., Any]] = {
     _ATEN._weight_norm_interface_backward.default: _weight_norm_backward, _ATEN._trilinear.default: _trilinear,
     _ATEN.polar.default: _polar, _ATEN.unfold.default: _unfold, _ATEN.diagonal.default: _diagonal,
-    _ATEN.diagonal_backward.default: _diagonal_backward,
+    _ATEN.diagonal_backward.default: _diagonal_backward, _ATEN.diagonal_scatter.default: _diagonal_scatter,
 }  # fmt: skip
 
 

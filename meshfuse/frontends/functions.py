@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch._library.simple_registry import singleton
 from torch.overrides import TorchFunctionMode
 
 from . import sdpa
@@ -45,6 +46,18 @@ class _Replacing(TorchFunctionMode):
 
 
 @contextmanager
+def _unchecked() -> Iterator[None]:
+    """torch.linalg's checks of numbers have no place among the ops of a graph."""
+    effect = singleton.find("aten::_linalg_check_errors").effect
+    before = effect.effect
+    effect.register(None)
+    try:
+        yield
+    finally:
+        effect.register(before)
+
+
+@contextmanager
 def others_captured() -> Iterator[None]:
     """In this context the other functions are called, whether by a model or by a function of torch's.
 
@@ -54,5 +67,6 @@ def others_captured() -> Iterator[None]:
         for function, other in _OTHERS.items():
             stack.enter_context(mock.patch.object(F, function.__name__, other))
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        stack.enter_context(_unchecked())
         stack.enter_context(_Replacing())
         yield

@@ -236,7 +236,7 @@ def _folded(specs: Mapping[str, Spec]) -> dict[str, Spec]:
     for name, spec in specs.items():
         folds = _hashable(spec) == most.get(_pattern(name))
         first.setdefault(_pattern(name) if folds else name, spec)
-    return {name: first[name] for name in sorted(first, key=lambda name: name in specs and _pattern(name) in most)}
+    return {name: first[name] for name in sorted(first, key=lambda name: name != _pattern(name) in first)}
 
 
 def _is_foldable(counts: Counter[Spec]) -> bool:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+from torch._decomp import core_aten_decompositions
 
 from ...ops.registry import find
-from .table import NAMED, RULES, Rule, Translation
+from .table import NAMED, RULES, Rule, Translation, aten
+from .torch_calls import torch_rule, trailing
 
 # Ops that check or hint, and make nothing.
 _NOTHING = (
     "_assert_scalar", "_assert_async", "_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size",
+    "_linalg_check_errors",
 )  # fmt: skip
+# Functions of single elements that are captured as simpler ones.
+_WRITTEN = (aten.elu.default, aten.leaky_relu.default, aten.hardtanh.default, aten.ldexp.Tensor)
 
 
 def rule_for(target: Any) -> Rule | None:
@@ -26,12 +32,26 @@ def rule_for(target: Any) -> Rule | None:
         return NAMED[target._schema.name]
     if name in _NOTHING:
         return _nothing
-    return _same_name(target, name) if space == "aten" else None
+    return (_same_name(target, name) or _of_elements(target)) if space == "aten" else None
 
 
 def has_rule(target: Any) -> bool:
     """Whether an op has a rule."""
     return rule_for(target) is not None
+
+
+@functools.cache
+def _of_elements(target: Any) -> Rule | None:
+    """A rule by which torch computes a function of single elements that it does not write in others; else None."""
+    if torch.Tag.pointwise not in target.tags or target._schema.is_mutable or target in _WRITTEN:
+        return None
+    return None if target in _core() else torch_rule(target, trailing(0))
+
+
+@functools.cache
+def _core() -> frozenset[Any]:
+    """The ops that torch writes in a small set of others. To make the table takes a second."""
+    return frozenset(dict(core_aten_decompositions()))
 
 
 def _nothing(t: Translation, *args: Any, **kwargs: Any) -> None:

@@ -18,7 +18,7 @@ def _full(t: Translation, *args: Any, **_: Any) -> TensorView:
 @rule(
     aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.empty.memory_format,
     aten.empty_like.default, aten.new_empty.default, aten.empty_permuted.default, aten.empty_strided.default,
-    aten.new_empty_strided.default,
+    aten.new_empty_strided.default, aten._efficientzerotensor.default,
 )  # fmt: skip
 def _zeros(t: Translation, *_: Any, **__: Any) -> TensorView:
     return t.full(False if t.dtype is DataType.Bool else 0, t.shape, t.dtype)
@@ -77,6 +77,50 @@ def _bernoulli(t: Translation, p: TensorView, **_: Any) -> TensorView:
     return t.ops.lt(_uniform(t, t.shape, DataType.Float), p)
 
 
+@rule(aten.bernoulli.Tensor)
+def _bernoulli_of(t: Translation, x: TensorView, p: TensorView, **_: Any) -> TensorView:
+    return _bernoulli(t, p)
+
+
+@rule(aten.randperm.default)
+def _randperm(t: Translation, n: int, **_: Any) -> TensorView:
+    """The order of random numbers."""
+    return t.ops.argsort(_uniform(t, [n], DataType.Double), 0, False, True)
+
+
+@rule(aten.multinomial.default)
+def _multinomial(
+    t: Translation, weights: TensorView, count: int, replacement: bool = False, **_: Any
+) -> TensorView:  # fmt: skip
+    """Places drawn by weights that need not sum to 1: the first of exponential waiting times, or by running sums."""
+    weights, n = t.computing(weights), weights.type.shape[-1]
+    if not replacement:
+        waits = t.ops.neg(t.ops.log1p(t.ops.neg(_uniform(t, weights.type.shape, weights.dtype))))
+        return t.ops.topk(t.ops.truediv(weights, t.ops.maximum(waits, 1e-30)), count, weights.ndim - 1, True, True)[1]
+    sums = t.ops.cumsum(weights, weights.ndim - 1)
+    total = t.ops.slice(sums, [*[0] * (sums.ndim - 1), n - 1], list(sums.type.shape))
+    drawn = t.ops.mul(_uniform(t, t.shape, weights.dtype), total)
+    is_before = t.ops.le(t.unsqueeze(sums, sums.ndim - 1), t.unsqueeze(drawn, drawn.ndim))
+    return t.ops.minimum(t.ops.sum(t.cast(is_before, DataType.Int), [is_before.ndim - 1]), n - 1)
+
+
+@rule(aten.rrelu_with_noise_functional.default)
+def _rrelu(
+    t: Translation, x: TensorView, noise: TensorView, low: float = 0.125, high: float = 1 / 3, train: bool = False,
+    **_: Any,
+) -> tuple[TensorView, ...]:  # fmt: skip
+    """(slopes times x, slopes): random ones below 0, and 1 above it."""
+    if not train:
+        return t.ops.where(t.ops.gt(x, 0.0), x, t.ops.mul(x, (low + high) / 2)), noise
+    slopes = t.ops.where(t.ops.gt(x, 0.0), 1.0, t.ops.uniform(low, high, t.shape, dtype=_wide(x.dtype)))
+    return t.ops.mul(x, slopes), slopes
+
+
+@rule(aten.range.step, aten.range.default)
+def _range(t: Translation, start: Any, end: Any, step: Any = 1, **_: Any) -> TensorView:
+    return t.ops.iota(t.shape[0], start, step, t.dtype)
+
+
 @rule(aten.uniform.default)
 def _uniform_between(t: Translation, x: TensorView, low: float = 0.0, high: float = 1.0, **_: Any) -> TensorView:
     return t.ops.uniform(low, high, t.shape, dtype=_wide(t.dtype))
@@ -87,7 +131,10 @@ def _normal(t: Translation, x: TensorView, mean: float = 0.0, std: float = 1.0, 
     return t.ops.normal(mean, std, t.shape, dtype=_wide(t.dtype))
 
 
-@rule(aten.randint.default, aten.randint.low, aten.randint_like.default, aten.randint_like.low_dtype)
+@rule(
+    aten.randint.default, aten.randint.low, aten.randint_like.default, aten.randint_like.low_dtype, aten.random.to,
+    getattr(aten.random, "from"),
+)  # fmt: skip
 def _randint(t: Translation, *args: Any, **_: Any) -> TensorView:
     numbers = [a for a in args if isinstance(a, int)]
     low, high = (0, numbers[0]) if len(numbers) == 1 else numbers[:2]

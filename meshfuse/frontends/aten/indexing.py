@@ -48,15 +48,48 @@ def _scatter(t: Translation, x: TensorView, dim: int, index: TensorView, source:
 
 @rule(aten.scatter_add.default)
 def _scatter_add(t: Translation, x: TensorView, dim: int, index: TensorView, source: TensorView) -> TensorView:
-    """Rows of the index that the tensor has not are left out: other dims must be equal."""
-    dim = dim % x.ndim
-    for d, (n, m, k) in enumerate(zip(x.type.shape, index.type.shape, source.type.shape, strict=True)):
-        if (d != dim and n != m) or m != k:
-            raise user_error(
-                "scatter_add of a part of a tensor", f"index {index.type}, source {source.type}",
-                f"the sizes of {x.type} in all dims but {dim}", "Slice the tensor first.",
-            )  # fmt: skip
-    return t.ops.add(x, t.ops.take_along_axis_bwd(source, index, dim, x.type.shape[dim]))
+    return _combined(t, x, dim, index, source, "sum", True)
+
+
+@rule(aten.scatter.reduce, aten.scatter.value_reduce)
+def _scatter_combined(
+    t: Translation, x: TensorView, dim: int, index: TensorView, source: Any, *, reduce: str
+) -> TensorView:  # fmt: skip
+    if not isinstance(source, TensorView):
+        source = t.full(source, index.type.shape, x.dtype)
+    return _combined(t, x, dim, index, source, {"add": "sum", "multiply": "prod"}[reduce], True)
+
+
+@rule(aten.scatter_reduce.two)
+def _scatter_reduce(
+    t: Translation, x: TensorView, dim: int, index: TensorView, source: TensorView, reduce: str, *,
+    include_self: bool = True,
+) -> TensorView:  # fmt: skip
+    return _combined(t, x, dim, index, source, reduce, include_self)
+
+
+@rule(aten.index_reduce.default)
+def _index_reduce(
+    t: Translation, x: TensorView, dim: int, index: TensorView, source: TensorView, reduce: str, *,
+    include_self: bool = True,
+) -> TensorView:  # fmt: skip
+    index = t.expand(t.along(index, dim, x.ndim), source.type.shape)
+    return _combined(t, x, dim, index, source, reduce, include_self)
+
+
+def _combined(
+    t: Translation, x: TensorView, dim: int, index: TensorView, source: TensorView, reduce: str, include_self: bool
+) -> TensorView:
+    """x with the part of source that has indices combined into the elements that these name."""
+    if not x.ndim:
+        x, index, source = (t.reshape(y, [1]) for y in (x, index, source))
+        return t.reshape(_combined(t, x, 0, index, source, reduce, include_self), [])
+    if 0 in index.type.shape:
+        return x
+    source = t.ops.slice(source, [0] * source.ndim, list(index.type.shape)) if index.ndim == source.ndim else source
+    if reduce == "sum" and include_self:
+        return t.ops.scatter_add(x, dim % x.ndim, index, source)
+    return t.ops.scatter_reduce(x, dim % x.ndim, index, source, reduce, include_self)
 
 
 @rule(aten.index_add.default)
@@ -172,3 +205,32 @@ def _index_put(
         return found.restored(t.ops.add(found.rows, _added_rows(t, rows, found.index, found.n)))
     index = t.expand(t.along(found.index, 0, rows.ndim), rows.type.shape)
     return found.restored(t.ops.scatter(found.rows, index, rows, 0))
+
+
+@rule(aten.put.default)
+def _put(t: Translation, x: TensorView, index: TensorView, source: TensorView, accumulate: bool = False) -> TensorView:
+    """An index of the flattened tensor."""
+    flat, places = (t.reshape(y, [y.type.numel]) for y in (x, index))
+    return t.reshape(_index_put(t, flat, [places], t.reshape(source, [source.type.numel]), accumulate), x.type.shape)
+
+
+@rule(aten.masked_scatter.default)
+def _masked_scatter(t: Translation, x: TensorView, mask: TensorView, source: TensorView) -> TensorView:
+    """The elements of source in their order, where the mask is True."""
+    found = t.ops.index_select(t.reshape(source, [source.type.numel]), _ranks_of(t, mask), 0)
+    return t.ops.where(t.expand(mask, t.shape), t.reshape(found, t.shape), x)
+
+
+@rule(aten.masked_scatter_backward.default)
+def _masked_scatter_gradient(t: Translation, grad: TensorView, mask: TensorView, sizes: Sequence[int]) -> TensorView:
+    kept = t.ops.where(t.expand(mask, grad.type.shape), grad, 0.0)
+    zeros = t.full(0, [math.prod(sizes)], grad.dtype)
+    added = t.ops.scatter_add(zeros, 0, _ranks_of(t, mask, grad), t.reshape(kept, [grad.type.numel]))
+    return t.reshape(added, sizes)
+
+
+def _ranks_of(t: Translation, mask: TensorView, like: TensorView | None = None) -> TensorView:
+    """Of every element how many are True before it, flattened."""
+    shape = t.shape if like is None else list(like.type.shape)
+    flat = t.reshape(t.cast(t.expand(mask, shape), DataType.Int), [math.prod(shape)])
+    return t.ops.maximum(t.ops.sub(t.ops.cumsum(flat, 0), 1), 0)

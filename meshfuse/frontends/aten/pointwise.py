@@ -68,7 +68,11 @@ def _logical_xor(t: Translation, a: TensorView, b: TensorView) -> TensorView:
 
 @rule(aten.sgn.default)
 def _sgn(t: Translation, x: TensorView) -> TensorView:
-    return t.ops.sign(x)
+    """The sign; of a complex number that on the unit circle with its angle."""
+    if x.dtype.category is not Category.COMPLEX:
+        return t.ops.sign(x)
+    size = t.ops.abs(x)
+    return t.ops.where(t.ops.eq(size, 0.0), t.full(0, [], x.dtype), t.ops.truediv(x, size))
 
 
 @rule(aten.add.Tensor, aten.add.Scalar)

@@ -22,6 +22,14 @@ def _added(t: Translation, bias: TensorView, a: TensorView, b: TensorView, *, be
     return t.ops.add(product, bias if beta == 1 else t.ops.mul(bias, beta))
 
 
+@rule(aten.addbmm.default)
+def _added_sum(t: Translation, bias: TensorView, a: TensorView, b: TensorView, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """A matrix and the sum of a batch of products, which is one product of matrices in a row."""
+    (n, rows, k), columns = a.type.shape, b.type.shape[2]
+    wide = t.reshape(t.ops.permute(a, [1, 0, 2]), [rows, n * k])
+    return _added(t, bias, wide, t.reshape(b, [n * k, columns]), beta=beta, alpha=alpha)
+
+
 @rule(aten._grouped_mm.default)
 def _grouped(
     t: Translation, a: TensorView, b: TensorView, offs: Any = None, bias: Any = None, out_dtype: Any = None

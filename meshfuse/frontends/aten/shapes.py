@@ -48,7 +48,9 @@ def _unsqueeze(t: Translation, x: TensorView, dim: int) -> TensorView:
 
 @rule(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
 def _squeeze(t: Translation, x: TensorView, dims: Any = None) -> TensorView:
-    found = [d for d in dims_of(dims, x.ndim) if x.type.shape[d] == 1]
+    """Of all dims, or of those in the list, which may be empty."""
+    chosen = [] if dims == [] or dims == () else dims_of(dims, x.ndim)
+    found = [d for d in chosen if x.type.shape[d] == 1]
     return t.ops.squeeze(x, found) if found else x
 
 
