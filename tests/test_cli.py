@@ -333,7 +333,11 @@ def test_who_stops_reading_gets_no_traceback(words: list[str], tmp_path: Path) -
                            "fd.add_output(y)\nfd.compile()\n")  # fmt: skip
     command = [sys.executable, "-m", "meshfuse", *[path if word == "SCRIPT" else word for word in words]]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={"PYTHONPATH": SOURCE}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": SOURCE, "MESHFUSE_QUIET": "1"},
     ) as done:
         assert done.stdout is not None and done.stderr is not None
         done.stdout.close()
