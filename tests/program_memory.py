@@ -36,7 +36,7 @@ def measured_bytes(fd: mf.FusionDefinition, rank: int = 0) -> int:
 
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         out = run()
-    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    events: list[Any] = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
     del out
     peak = max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
     return peak + sum(t.nbytes for t in given if isinstance(t, torch.Tensor))

@@ -162,7 +162,7 @@ class _Gathering:
     def gather_of(self, node: Node) -> int | None:
         """The weight of which an op of the definition itself is the gather: its result is annotated so."""
         weight = node.inputs[0] if node.name == "set" and node.inputs else None
-        if weight not in self.group.members or node.outputs[0] not in self.annotations:
+        if weight is None or weight not in self.group.members or node.outputs[0] not in self.annotations:
             return None
         lies = _gathered(self.graph, weight, self.group.members[weight].axes)
         return weight if self.annotations[node.outputs[0]] == lies else None

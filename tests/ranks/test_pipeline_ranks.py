@@ -67,7 +67,7 @@ def on_rank_training(folder: str) -> dict[str, Any]:
     found = {"steps": max(steps), "weights": wrong_by(model, eager), "names": sorted(model.state_dict())}
     dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
     with torch.device("meta"):
-        other = Words()
+        other: Any = Words()
     mf.parallelize(other, mf.DeviceMesh((4,), ("pp",)), pipeline=mf.Pipeline("pp", "zero-bubble", 4), loss=loss_of)
     other.init_weights(3)
     state = {"model": get_model_state_dict(other)}
@@ -87,7 +87,7 @@ def with_our_own(folder: str, model: Any, other: Any, eager: Any) -> dict[str, A
     before = wrong_by(other, eager)
     mf.load(f"{folder}/own", other.state_dict())
     with torch.device("meta"):
-        whole = Words()
+        whole: Any = Words()
     mf.parallelize(whole, mf.DeviceMesh((4,), ("dp",)), inputs={"words": ["dp", None]}, fsdp="dp")
     whole.init_weights(5)
     assert mf.load(f"{folder}/own", {"step": None, **whole.state_dict()})["step"] == 3
