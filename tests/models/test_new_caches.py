@@ -30,6 +30,6 @@ def test_a_cache_that_the_forward_makes_is_refused() -> None:
     with pytest.raises(mf.ArgumentError) as error:
         model(torch.ones(2, 3, 4))
     assert str(error.value).startswith(
-        "the forward of Caching returns a cache that it has made: found use_cache=True, needed a static cache among the "
-        "arguments, or none. Pass past_key_values=StaticCache(config, max_cache_len=...), or leave use_cache out."
+        "the forward of Caching returns a cache that it has made: found use_cache=True, needed a static cache among "
+        "the arguments, or none. Pass past_key_values=StaticCache(config, max_cache_len=...), or leave use_cache out."
     )
