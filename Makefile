@@ -7,8 +7,8 @@ COMPILED ?= dp=32,tp=8 --compile-only --batch 64
 RANKS ?= --ranks 4 $(MAIN_JOB) dp=2,tp=2
 ENV = $(PYTHON) tools/env.py
 PYTEST = $(PY) -m pytest -q
-# Three tests at a time on two cores: those that start ranks come one after another (tests/conftest.py), and mostly wait.
-PARALLEL = -n 3 --dist loadscope
+# Two tests at a time; those that start ranks come one after another (tests/conftest.py).
+PARALLEL = -n 2 --dist loadscope
 
 .PHONY: help env run check docs docs-serve quick test test-all test-nvfuser test-browser test-models ledger ledger-check faults fuzz lint gpu-check
 .PHONY: bench bench-bills bench-compile bench-runtime bench-session test-session bench-models bench-thunder
@@ -58,7 +58,7 @@ test: env test-nvfuser test-browser
 test-nvfuser:
 	@python=$$($(ENV) nvfuser); status=$$?; \
 	if [ $$status -eq 0 ]; then $$python -m pytest -q $(PARALLEL) -m nvfuser tests/nvfuser && \
-	$$python -m pytest -q $(PARALLEL) -m thunder tests/thunder; \
+	$$python -m pytest -q -n 0 -m thunder tests/thunder; \
 	elif [ $$status -ne 3 ] || [ -n "$$CI" ]; then exit $$status; fi
 
 # Status 3: there is no browser, which tools/browser.py says in one line.

@@ -126,7 +126,7 @@ if TYPE_CHECKING:
     )
     from .executor.kernel_errors import OutOfMemoryError
     from .executor.shards import shard_tensor
-    from .frontends.automatic import plan
+    from .frontends.automatic.planning import plan
     from .frontends.compiled_function import compile
     from .frontends.context import Context
     from .frontends.experts import Experts

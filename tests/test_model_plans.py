@@ -199,8 +199,7 @@ def test_a_plan_is_made_for_an_example() -> None:
     model, eager = pair(lambda: Mlp(16, 32))
     x, y = torch.randn(32, 16), torch.randn(32, 16)
     mf.parallelize(model, SLOW, "auto", example={"x": x, "target": y}, loss=loss_of, max_memory=1e6)
-    here = model.shard_inputs(x=x, target=y)
-    loss, wanted = model.step(here["x"], here["target"]), loss_of(eager(x), y)
+    loss, wanted = model.step(**model.shard_inputs(x=x, target=y)), loss_of(eager(x), y)
     wanted.backward()
     assert abs(loss - wanted) < 1e-5 and gradients_differ_by(model, eager) < 1e-5
     with pytest.raises(mf.DefinitionError, match=r"no argument is called 'q': needed one of \['x', 'target'\]"):

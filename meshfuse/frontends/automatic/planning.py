@@ -49,9 +49,9 @@ def plan(
     """Where a model's weights and inputs lie best on a mesh: a step of forward and backward then takes the least time.
 
     The model may be on meta. `args` and `kwargs` are those of its forward for the whole batch, of which only shapes and
-    types are read; with `loss` the last of `args` is the target. Layers that are equal have equal plans: three of a
-    kind are planned. Over which axis there are stages, how many micro-batches a step has, and whether layers are
-    computed again is chosen as well (as Alpa does, Zheng et al. 2022, with exact plans inside of stages).
+    types are read; with `loss` the last of `args`, or `target`, is the target. Layers that are equal have equal plans:
+    three of a kind are planned. Over which axis there are stages, how many micro-batches a step has, and whether layers
+    are computed again is chosen as well (as Alpa does, Zheng et al. 2022, with exact plans inside of stages).
 
     inputs: by name of an argument how it is cut, where that is given; others are open.
     keep: a plan as of `mf.parallelize`, of parameters that are given; others are open.
@@ -74,6 +74,7 @@ def plan(
         asked = checked_roles(roles, found, line)
         _check(mode, asked, found, states, microbatches, line)
         whole = WithLoss(module, loss)
+        args = (*args, kwargs.pop(TARGET)) if loss is not None and TARGET in kwargs else args
         names = whole.argument_names(list(inspect.signature(module.forward).parameters), len(args))
         specs = checked_specs("inputs", inputs, [*names, TARGET], found, line)
         given = module_plan(module, found, keep, None, specs, line)
