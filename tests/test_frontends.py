@@ -46,8 +46,8 @@ def test_a_gpt_trains_as_eager_does() -> None:
     assert train(model, arguments) == pytest.approx(train(eager, arguments), rel=1e-5)
     assert parameters_differ_by(model, eager) < 1e-5
     bill = str(model.bill())
-    moves = [row for row in bill.splitlines() if "layers.1." in row and "gathered" not in row]
-    assert moves and "test_frontends.py" not in moves[0] and "layers.1.up.weight.gathered" in bill
+    moves = [row for row in bill.splitlines() if "layers.*." in row and "gathered" not in row]
+    assert moves and "test_frontends.py" not in moves[0] and "layers.*.up.weight.gathered" in bill
     assert "annotated so at test_frontends.py" in model.explain("layers.0.qkv.weight")
 
 

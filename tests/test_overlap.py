@@ -266,6 +266,7 @@ def test_the_program_of_a_chunked_row_parallel_linear() -> None:
         text
         == """\
 # rank 0
+# tensors x2: v0, v1
 import torch
 import torch.nn.functional as F
 import meshfuse.kernels as K

@@ -185,11 +185,12 @@ def test_what_is_long_is_cut() -> None:
     assert read(fd).endswith("and 2,606 more lines ")
     mesh = mf.DeviceMesh((2,), ("x",))
     fd = mf.FusionDefinition()
-    x = fd.define_tensor([2, 2])
-    for place in range(151):
-        fd.mesh_split(x, mesh, [None, "x"] if place % 2 else ["x", None])
-        x = fd.ops.relu(x)
-    fd.add_output(x)
+    inputs = [fd.define_tensor([2, 2], name=f"of{chr(97 + place // 26)}{chr(97 + place % 26)}") for place in range(150)]
+    for x in inputs:
+        fd.mesh_split(x, mesh, ["x", None])
+        y = fd.ops.relu(x)
+        fd.mesh_split(y, mesh, [None, "x"])
+        fd.add_output(y)
     text = read(fd.bill())
     assert "51 more" in text and "150 collectives" in text
 
