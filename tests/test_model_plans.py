@@ -206,6 +206,14 @@ def test_a_plan_is_made_for_an_example() -> None:
         model.shard_inputs(q=x)
 
 
+@pytest.mark.parametrize("more", [{}, {"inputs": {"target": [None, None]}}, {"inputs": {"x": ["host", None]}}])
+def test_arguments_of_micro_batches_have_the_same_rows(more: Any) -> None:
+    """Each rank cuts its own rows into micro-batches, so that these must be the same of all arguments."""
+    x = torch.randn(32, 64)
+    found = mf.plan(Mlp(64, 256, 4), SLOW, x, x, loss=loss_of, microbatches=4, **more)
+    assert found.microbatches == 4 and found.spec("x")[0] == found.spec("target")[0]
+
+
 def trains(mesh: mf.DeviceMesh, **more: Any) -> Any:
     model, eager = pair(lambda: Mlp(16, 32, 4))
     x, y = torch.randn(32, 16), torch.randn(32, 16)

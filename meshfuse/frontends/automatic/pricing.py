@@ -18,7 +18,7 @@ from ...planner.reshard_costs import whole_axes
 from ...propagation import ShardedDefinition
 from ...reshard.rematerialize import rematerialize_gathers
 from ...resharding import insert_resharding
-from ...sharding.layout import axes
+from ...sharding.layout import axes, extent
 from ...sharding.value import Sharding
 from ..calls import Arguments
 from ..captured_graph import Captured, Source
@@ -128,6 +128,7 @@ class Pricer:
 class OpenStep:
     """The graph of a step whose inputs are open, and what of it is what.
 
+    batch: the arguments with the rows of the batch, if a step has several micro-batches.
     said: what an input lies as in words of specs.
     """
 
@@ -136,6 +137,7 @@ class OpenStep:
     inputs: OpenInputs
     shared: Shared
     sources: Mapping[int, Source]
+    batch: tuple[int, ...]
     said: Callable[[Source, Sharding | None], Spec]
     names: Mapping[int, str]
 
@@ -144,6 +146,10 @@ class OpenStep:
         places = {i: pricer.fitting(self.sources[i], each) for i, each in self.inputs.places.items()}
         opened = dataclasses.replace(self.inputs, places=places, price=price)
         found = place_inputs(self.graph, self.mesh, opened, pricer.prices)
+        alike = self._rows_alike(places, found.inputs)
+        if alike is not None:
+            opened = dataclasses.replace(opened, places={**places, **alike})
+            found = place_inputs(self.graph, self.mesh, opened, pricer.prices)
         there = found.inputs | found.followers
         graph, plan = self.graph.annotated(there), found.plan
         sharded = ShardedDefinition(graph, plan.choices, {**plan.shardings, **there}, plan.gap)
@@ -154,6 +160,21 @@ class OpenStep:
         parameters = {s.name: spec for s, spec in specs.items() if s.kind == "parameter"}
         arguments = {self.names[s.place]: spec for s, spec in specs.items() if s.kind == "argument"}
         return Layered(tuple(costs), parameters, arguments, plan.gap)
+
+    def _rows_alike(
+        self, places: Mapping[int, tuple[Sharding, ...]], found: Mapping[int, Sharding]
+    ) -> Mapping[int, tuple[Sharding, ...]] | None:  # fmt: skip
+        """The places where all arguments of a batch have the same rows on a rank; None where they have.
+
+        A rank cuts its own rows into micro-batches. As a given argument, or else the one that is cut most.
+        """
+        given = [self.graph.annotations[i].dims[0] for i in self.batch if i in self.graph.annotations]
+        rows = {*given, *(found[i].dims[0] for i in self.batch if i in found)}
+        if len(rows) < 2:
+            return None
+        lead = given[0] if given else max(rows, key=extent)
+        alike = {i: tuple(s for s in places[i] if s.dims[0] == lead) for i in self.batch if i in places}
+        return {i: left for i, left in alike.items() if left}
 
 
 class OpenWriter(JointWriter):
@@ -188,7 +209,9 @@ class OpenWriter(JointWriter):
             tuple(few.names[i] for i in few.kept), frozenset(forward), weights, made_gradients(graph, of_weights),
             states, microbatches > 1,
         )  # fmt: skip
-        return OpenStep(graph, mesh, inputs, shared, sources, self._said, self.setting.names)
+        rows = [i for i, s in sources.items() if s.kind == "argument" and s.place in pricer.model.batch]
+        batch = tuple(rows) if microbatches > 1 else ()
+        return OpenStep(graph, mesh, inputs, shared, sources, batch, self._said, self.setting.names)
 
     def _said(self, source: Source, sharding: Sharding | None) -> Spec:
         if sharding is None:
