@@ -70,7 +70,7 @@ test-all: env
 	@$(PYTEST) $(PARALLEL) --all-cases -m sampled
 
 test-models: env
-	@$(PY) -m pytest -q -n 0 -m models tests/models
+	@$(PY) -m pytest -q -n 0 -m models tests/models tests/test_docs.py
 
 # Of plans that are meant to change: the file's diff belongs to the same commit.
 ledger: env

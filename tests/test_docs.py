@@ -127,6 +127,16 @@ def test_the_llama_trains_and_writes_text(tmp_path: Path) -> None:
     assert "The mesh" in run_forked(tmp_path, folder / "generate.py", "--mesh", "tp=2", "--count", "4")
 
 
+@pytest.mark.models
+@pytest.mark.parametrize(("name", "family"), [
+    ("gpt2", "host: pipeline of 2 stages"), ("moe", "host: pipeline of 2 stages"), ("wide_resnet", "host: data"),
+])  # fmt: skip
+def test_models_are_planned_for_a_cluster_file_and_train(name: str, family: str, tmp_path: Path) -> None:
+    printed = run_forked(tmp_path, ROOT / f"examples/auto/{name}.py", "--steps", "2")
+    losses = [float(found) for found in re.findall(r"step [01]: loss ([\d.]+)", printed)]
+    assert printed.startswith(family) and len(losses) == 2 and losses[1] < losses[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tp=4", "dp=2,tp=2", "sp=4", "tp=3"])
 def test_the_gpt_reads_as_unsharded_torch_does(mesh: str, tmp_path: Path) -> None:
