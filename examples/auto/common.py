@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ def words() -> argparse.Namespace:
 
 
 def plan_and_train(
-    make: Callable[[], nn.Module], batch: Mapping[str, torch.Tensor], args: argparse.Namespace, loss: Any = None
+    make: Callable[[], nn.Module], batch: dict[str, Any], args: argparse.Namespace, loss: Any = None
 ) -> None:
     """Plan the model for the cluster, print the plan, and train some steps of a batch.
 
