@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .compiler import compile_sharded, decided, graph_to_plan, made_at_peak
+from .definition.annotation import spec_of
 from .definition.recording import Recording
 from .errors import SourceLine, user_error
 from .graph import Graph
@@ -25,7 +26,6 @@ from .planner.place_inputs import Placed, place_inputs
 from .planner.prices import Prices
 from .planner.reshard_costs import whole_axes
 from .plans.within_memory import fastest_within
-from .sharding.layout import Layout, axes
 from .sharding.value import Sharding
 
 
@@ -43,7 +43,7 @@ class AutoPlan:
     memory: float
 
     def __str__(self) -> str:
-        calls = [(label.partition(" (")[0], _spec(sharding)) for label, sharding in self.shardings.items()]
+        calls = [(label.partition(" (")[0], list(spec_of(sharding))) for label, sharding in self.shardings.items()]
         lines = [f"fd.mesh_split({name}, mesh, {spec})" for name, spec in calls]
         lines.append(f"a step takes {duration(self.seconds)} modelled, and a rank holds {number(self.memory)} bytes")
         return "\n".join(lines)
@@ -135,13 +135,3 @@ def without_implied(graph: Graph) -> Graph:
 def without(annotations: Mapping[int, Sharding], these: Mapping[int, object]) -> dict[int, Sharding]:
     """The annotations but for these."""
     return {i: sharding for i, sharding in annotations.items() if i not in these}
-
-
-def _spec(sharding: Sharding) -> str:
-    """The entries of `mesh_split`, as text."""
-    return f"[{', '.join(map(_entry, sharding.dims))}]"
-
-
-def _entry(layout: Layout) -> str:
-    names = [split.axis or "" for split in axes(layout)]
-    return repr(None if not names else names[0] if len(names) == 1 else names)

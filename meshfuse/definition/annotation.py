@@ -9,7 +9,7 @@ from typing import Any
 from ..argument_checks import as_int
 from ..errors import MeshfuseError, SourceLine, located, shown, user_error
 from ..mesh import STREAM, DeviceMesh
-from ..sharding.layout import MOST_RUNS, Layout, Split, canonical, pieces, resolve, stream_count, text
+from ..sharding.layout import MOST_RUNS, Layout, Split, axes, canonical, pieces, resolve, stream_count, text
 from ..sharding.strided import Cut, cut_of, factors_of, layout_of_cuts
 from ..sharding.value import Sharding, conflicting, intersecting
 from .loop import TYPE_OF_NAME, WHOLE_AXIS, LoopDomain
@@ -208,6 +208,12 @@ def _parts_apart(
         "parts that one cutting of the axis has", "Begin the minor part where the major one ends, or use one alone.",
         line,
     )  # fmt: skip
+
+
+def spec_of(sharding: Sharding) -> tuple[Any, ...]:
+    """The spec that `layouts_of_spec` reads as this sharding of whole axes: by dim an axis, a list of some, or None."""
+    names = ([split.axis for split in axes(layout)] for layout in sharding.dims)
+    return tuple([None if not found else found[0] if len(found) == 1 else found for found in names])
 
 
 def layouts_of_spec(

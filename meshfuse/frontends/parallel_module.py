@@ -15,14 +15,13 @@ from torch.utils import _pytree as pytree
 
 from ..backends.assignment import requested
 from ..definition.checks import checked_mesh
-from ..definition.fsdp import FSDP
 from ..errors import SourceLine, caller_line, line_in_script, located, shown, user_error
-from ..mesh import DeviceMesh
 from ..report.bill import Bill, bill_of
 from ..report.memory import modelled_memory
 from ..report.shown_page import ShownPage, show_page
 from ..runtime.world import World
 from .accumulating import SYNCED, Sync, terms_held
+from .asked import assignment_of, completed_by, device_of, precision_of
 from .attentions import check_attends
 from .autograd import Runner
 from .automatic.planning import plan as automatic
@@ -38,14 +37,11 @@ from .kv_caches import WithCaches
 from .loading import init_weights, load
 from .module_state import STATE, State
 from .options import Options
-from .pipeline.assign import assigned
 from .pipeline.assignment import Assignment
-from .pipeline.assignment import whole as on_all_ranks
 from .pipeline.clipping import clip_grad_norm
 from .pipeline.door import StepOptions, Stepper
 from .pipeline.elsewhere import Elsewhere, take_out
 from .pipeline.options import Pipeline
-from .pipeline.orders import named
 from .pipeline.schedule import Schedule
 from .pipeline.with_loss import TARGET
 from .placing import Places, check_same_weights, check_world, connect_again, place_mesh_of, place_parameters
@@ -104,9 +100,9 @@ def parallelize(
             max_memory = None  # It is what the plan was made for.
         if isinstance(plan, Plan):
             plan.check_mesh(whole, line)
-            inputs, pipeline, checkpoint = _completed(plan, inputs, pipeline, checkpoint)
-        stages = _assignment(module, whole, pipeline, plan.microbatches if isinstance(plan, Plan) else 1, loss, line)
-        found, precision = stages.mesh_here(), _precision(precision, fsdp)
+            inputs, pipeline, checkpoint = completed_by(plan, inputs, pipeline, checkpoint)
+        stages = assignment_of(module, whole, pipeline, plan.microbatches if isinstance(plan, Plan) else 1, loss, line)
+        found, precision = stages.mesh_here(), precision_of(precision, fsdp)
         names = list(inspect.signature(module.forward).parameters)
         specs = checked_specs("inputs", inputs, [*names, *([TARGET] if loss is not None else [])], found, line)
         sizes = checked_specs("dynamic", dynamic, names, found, line)
@@ -115,7 +111,7 @@ def parallelize(
         attentions = checked_context(context, found, line)
         options = Options(specs, sizes, precision, backend, max_memory, fallback == "replicate", again, attentions)
         where = module_plan(module, found, plan, fsdp, specs, line, checked_experts(experts, found, line))
-        device = _device(module, mesh)
+        device = device_of(module, mesh)
         check_same_weights(module, World.current().all_ranks, "every rank")
         elsewhere = take_out(module, stages.held_here())
         places = Places(where, device, place_mesh_of(whole, mesh, device, stages.axis), line)
@@ -126,37 +122,6 @@ def parallelize(
     object.__setattr__(module, STATE, state)
     module.__class__ = parallel_class(type(module))
     return module
-
-
-def _completed(plan: Plan, inputs: Any, pipeline: Any, checkpoint: Any) -> tuple[Any, Any, Any]:
-    """What a user passes beside a plan, and where that is nothing what the plan says."""
-    stages = pipeline
-    if pipeline is None and plan.pipeline_axis:
-        stages = Pipeline(
-            plan.pipeline_axis, plan.schedule, plan.microbatches, virtual=plan.virtual, cut=plan.cut
-        )  # fmt: skip
-    again = plan.checkpoint if checkpoint is None else checkpoint
-    return plan.inputs if inputs is None else inputs, stages, again
-
-
-def _precision(given: Precision | None, fsdp: Any) -> Precision | None:
-    """The types to compute in, which may be said with FSDP."""
-    said = isinstance(fsdp, FSDP) and (fsdp.param_dtype or fsdp.reduce_dtype)
-    return Precision(fsdp.param_dtype, fsdp.reduce_dtype) if said and given is None else given
-
-
-def _assignment(
-    module: nn.Module, mesh: DeviceMesh, pipeline: Any, microbatches: int, loss: Any, line: SourceLine
-) -> Assignment:  # fmt: skip
-    """The stages of a model; one on all ranks without a pipeline, with so many micro-batches in turn."""
-    if loss is not None and not callable(loss):
-        raise user_error("parallelize: loss", shown(loss), "a function of the model's result and a target", "", line)
-    if pipeline is None:
-        return on_all_ranks(module, mesh, named("1f1b", 1, microbatches))
-    if not isinstance(pipeline, Pipeline):
-        raise user_error("parallelize: pipeline", shown(pipeline), "an mf.Pipeline, or None",
-                         'Pass mf.Pipeline("pp", "1f1b", microbatches=8).', line)  # fmt: skip
-    return assigned(module, mesh, pipeline, line)
 
 
 def _stepper(module: nn.Module, state: State, assignment: Assignment, elsewhere: Elsewhere, loss: Any) -> Stepper:
@@ -203,15 +168,6 @@ def _check(module: Any, precision: Any, fallback: Any, line: SourceLine) -> None
                          "Pass mf.Precision(param=torch.bfloat16).", line)  # fmt: skip
     if fallback not in (None, "replicate"):
         raise user_error("parallelize: fallback", shown(fallback), 'None or "replicate"', "", line)
-
-
-def _device(module: nn.Module, mesh: Any) -> torch.device:
-    """Where the module is; where it is on meta, that of torch's mesh, or a GPU if there is one for this rank."""
-    real = next((p.device for p in module.parameters() if not p.is_meta), None)
-    if real is not None:
-        return real
-    kind = getattr(mesh, "device_type", "cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device("cuda", World.current().local_rank) if kind == "cuda" else torch.device(kind)
 
 
 class ParallelModule(nn.Module):

@@ -81,7 +81,8 @@ def plan(
         rule = mode == "rule"
         kept = {n: spec for n, spec in given.parameters.items() if rule or axes_in(spec) or _is_kept(n, keep)}
         model = _model(whole, module, found, (args, kwargs), names, specs, kept, states, line)
-        model = _by_rule(model) if rule else model
+        if rule:
+            _give_all(model.given)
         _check_parts(model, asked, found, microbatches, line)
         limit = math.inf if max_memory is None else float(max_memory)
         return _found(Search(Pricer(model, found, asked), limit, microbatches, not rule), line)
@@ -126,11 +127,10 @@ def _is_kept(name: str, keep: Any) -> bool:
     return isinstance(keep, Mapping) and any(matches(pattern, name) for pattern in keep)
 
 
-def _by_rule(model: Model) -> Model:
-    """The model with all arguments given: those of which nothing is said are whole."""
-    shapes = model.given.shapes
-    model.given.specs.update({i: (None,) * len(shape) for i, shape in shapes.items() if i not in model.given.specs})
-    return model
+def _give_all(arguments: Arguments) -> None:
+    """Have arguments of which nothing is said be whole."""
+    for i, shape in arguments.shapes.items():
+        arguments.specs.setdefault(i, (None,) * len(shape))
 
 
 def _model(
@@ -200,7 +200,7 @@ def _as_plan(search: Search, best: Found) -> Plan:
         how.axis, how.schedule, how.virtual, how.microbatches,
         tuple(few.names[i] for i in best.cost.cuts), how.recomputes, _experts(pricer), best.layered.gap,
         _alternatives(search, best), None if math.isinf(search.limit) else search.limit,
-        functools.partial(_again, pricer, search.limit),
+        functools.partial(_again, pricer),
     )  # fmt: skip
 
 
@@ -217,9 +217,7 @@ def _experts(pricer: Pricer) -> tuple[str, ...]:
     return tuple(sorted(held.intersection(found)))
 
 
-def _again(
-    pricer: Pricer, limit: float, roles: Mapping[str, str] | None, microbatches: int | None, line: SourceLine
-) -> Plan:  # fmt: skip
+def _again(pricer: Pricer, roles: Mapping[str, str] | None, microbatches: int | None, line: SourceLine) -> Plan:
     """The best plan under roles of axes; what it holds may be over the limit."""
     asked = checked_roles(roles, pricer.mesh, line)
     _check_parts(pricer.model, asked, pricer.mesh, microbatches, line)

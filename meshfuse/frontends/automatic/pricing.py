@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ...automatic_plan import without, without_implied
+from ...definition.annotation import spec_of
 from ...errors import SourceLine
 from ...graph import Graph
 from ...mesh import DeviceMesh
@@ -18,7 +19,7 @@ from ...planner.reshard_costs import whole_axes
 from ...propagation import ShardedDefinition
 from ...reshard.rematerialize import rematerialize_gathers
 from ...resharding import insert_resharding
-from ...sharding.layout import axes, extent
+from ...sharding.layout import extent
 from ...sharding.value import Sharding
 from ..calls import Arguments
 from ..captured_graph import Captured, Source
@@ -38,9 +39,10 @@ from .step_cost import Arrangement
 class Model:
     """A model that was captured, with a few of its layers.
 
-    batch: by place the arguments that have the rows of the batch; of such many rows.
+    given: the arguments, and how those lie of which a user has said so.
+    batch: by place the arguments that have the rows of the batch, and `rows` how many these are.
     is_elastic: whether the graph is right for fewer rows.
-    parameters, arguments: how some lie, by the names of `graph`, where a user has said so.
+    parameters: how those lie, by full name, of which a user has said so.
     experts: the modules whose experts rows may be sent to.
     states: how many tensors of a weight's size the optimiser keeps.
     names: of all parameters.
@@ -217,13 +219,9 @@ class OpenWriter(JointWriter):
         if sharding is None:
             ndim = self._ndims[source]
             return self._spec(source, ndim) or (None,) * ndim
-        return tuple(_entry([split.axis or "" for split in axes(layout)]) for layout in sharding.dims)
+        return spec_of(sharding)
 
     @functools.cached_property
     def _ndims(self) -> Mapping[Source, int]:
         tensors = [(node.meta["val"], source) for node, source in self.graph.inputs]
         return {source: value.ndim for value, source in tensors if hasattr(value, "ndim")}
-
-
-def _entry(names: list[str]) -> str | list[str] | None:
-    return None if not names else names[0] if len(names) == 1 else names
