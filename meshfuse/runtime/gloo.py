@@ -15,6 +15,7 @@ the ring becomes faster. Measured in microseconds on one machine of two cores, q
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
@@ -206,11 +207,20 @@ def _device_of(process: int, interface: str | None, hostname: str | None) -> Any
     try:
         return dist.ProcessGroupGloo.create_device(interface=interface)
     except RuntimeError as error:
-        there = ", ".join(name for _, name in socket.if_nameindex())
+        there = _interfaces()
+        if interface in there or not there:
+            raise  # Its name is not what is wrong: too many open files, say.
         raise user_error(
-            "GLOO_SOCKET_IFNAME is no interface to connect by", f"{interface!r} ({error})", f"one of {there}",
-            "Unset it, or name another one.", caller_line(), ArgumentError,
+            "GLOO_SOCKET_IFNAME is no interface to connect by", f"{interface!r} ({error})",
+            f"one of {', '.join(there)}", "Unset it, or name another one.", caller_line(), ArgumentError,
         ) from None  # fmt: skip
+
+
+def _interfaces() -> list[str]:
+    """The names of this machine's network interfaces; none where they cannot be listed."""
+    with contextlib.suppress(OSError):  # Listing them opens a file.
+        return [name for _, name in socket.if_nameindex()]
+    return []
 
 
 def _reduce_option(code: Any) -> Any:

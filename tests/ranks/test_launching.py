@@ -468,16 +468,20 @@ def other_variables(launcher: str, rank: str, job_name: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def test_ranks_that_may_open_few_files_end_by_an_error_of_ours(job):
+@pytest.mark.parametrize("interface", ["", "lo"])
+def test_ranks_that_may_open_few_files_end_by_an_error_of_ours(job, interface):
     """Torch's own are `Failed to init uv loop` and `Broken pipe`; with fewest of all it aborts."""
     limit = "import os, resource\nmost = len(os.listdir('/proc/self/fd')) + int(os.environ['MORE'])\n"
     limit += "import meshfuse, torch.distributed\nresource.setrlimit(resource.RLIMIT_NOFILE, (most, most))\n"
     done = {
-        more: job(limit + SUM, *LAUNCHER, "--ranks", "2", MORE=str(more), MESHFUSE_TIMEOUT="2")
-        for more in (4, 12, 16, 60)
-    }
+        more: job(
+            limit + SUM, *LAUNCHER, "--ranks", "2",
+            MORE=str(more), MESHFUSE_TIMEOUT="2", GLOO_SOCKET_IFNAME=interface,
+        )
+        for more in (4, 12, 15, 16, 60)
+    }  # fmt: skip
     assert "rank 0 cannot serve the store of its job: found too many open files, see ulimit -n" in done[4].stderr
-    for more in (4, 12, 16):
+    for more in (4, 12, 15, 16):
         assert done[more].returncode and re.search(r"Rank(Error|Timeout): ", done[more].stderr), done[more]
         assert "torch.distributed.Dist" not in done[more].stderr, done[more]
     assert done[60].returncode == 0
