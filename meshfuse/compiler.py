@@ -38,7 +38,7 @@ from .planner.open_inputs import NOTHING_OPEN, OpenInputs
 from .plans.plan_cache import planned
 from .plans.shape_reuse import PLANS
 from .plans.within_memory import fastest_within
-from .propagation import Planner, Propagation, ShardedDefinition, cheaper, ends, follow
+from .propagation import Propagation, ShardedDefinition, cheaper, ends, follow
 from .reshard.borders import Borders
 from .reshard.bucketing import bucket_collectives, unit_of
 from .reshard.hoist_reshards import hoist_reshards
@@ -243,7 +243,7 @@ def _rewritten(graph: Graph) -> Iterator[Graph]:
             yield graph
 
 
-def _forms(graph: Graph, plan: Planner) -> tuple[ShardedDefinition, ShardedDefinition]:
+def _forms(graph: Graph, plan: Propagation) -> tuple[ShardedDefinition, ShardedDefinition]:
     """The plan of the graph as it is, and the best plan over the forms in which its ops may be written."""
 
     def with_forms(form: Graph) -> ShardedDefinition:

@@ -6,6 +6,7 @@ factor form of the rules is GSPMD's and Shardy's; deciding by modelled time is o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -98,6 +99,21 @@ class Propagation:
     def __call__(self, graph: Graph) -> ShardedDefinition:
         return _sharded(graph, self._of(graph).plan())
 
+    def cheaper(self, found: ShardedDefinition, graph: Graph) -> ShardedDefinition:
+        """The plan of another form if it takes less time than `found`, which else stays."""
+        return cheaper(found, self._below(graph, found.seconds * (1 - _SAME)))
+
+    def simpler(self, found: ShardedDefinition, graph: Graph) -> ShardedDefinition:
+        """The plan of another form unless it takes more time than `found`, which then stays."""
+        return cheaper(self._below(graph, found.seconds / (1 - _SAME)), found)
+
+    def _below(self, graph: Graph, seconds: float) -> ShardedDefinition:
+        """The best plan of a graph if it takes less than these seconds, else any one."""
+        there = self._solved.get(id(graph)) or self._solve(graph, below=seconds)
+        if there.found.assignment.value < seconds:
+            self._solved[id(graph)] = there
+        return _sharded(graph, there.plan())
+
     def refined(self, found: ShardedDefinition, parts: bool) -> ShardedDefinition:
         """A plan over whole axes, now with the first and the last of equal layers as they are best.
 
@@ -113,8 +129,8 @@ class Propagation:
             self._solved[id(graph)] = self._solve(graph)
         return self._solved[id(graph)]
 
-    def _solve(self, graph: Graph, known: Known | None = None) -> Solved:
-        return solved(graph, self.default_mesh, self._prices, known, self.opened, self._labels, self._frames)
+    def _solve(self, graph: Graph, known: Known | None = None, below: float = math.inf) -> Solved:
+        return solved(graph, self.default_mesh, self._prices, known, self.opened, self._labels, self._frames, below)
 
 
 def _sharded(graph: Graph, found: Optimum) -> ShardedDefinition:

@@ -58,33 +58,36 @@ class Certified:
 
 
 def solve(
-    graph: CostGraph, most_cells: int = MOST_CELLS, known: Assignment | None = None, sweeps: int = MOST_SWEEPS
-) -> Certified:
+    graph: CostGraph, most_cells: int = MOST_CELLS, known: Assignment | None = None, sweeps: int = MOST_SWEEPS,
+    below: float = np.inf,
+) -> Certified:  # fmt: skip
     """The assignment that costs least, with its proof; one with a gap where its tables would be too large.
 
     known: a good assignment: labels that are in no better one are dropped sooner.
     sweeps: how many are made at most; few suffice for a better assignment than a known one, if not for its proof.
+    below: what the assignment is to cost less than; any one is found where the bound shows that none does.
     """
     small = reduced(graph)
     labels = None if known is None else [known.labels[v] for v in small.kept]
-    found = _solved(small.core, most_cells, labels, sweeps)
+    found = _solved(small.core, most_cells, labels, sweeps, below - small.constant)
     best = Assignment(small.whole(found.assignment.labels), found.assignment.value + small.constant)
     return Certified(best, found.bound + small.constant)
 
 
-def _solved(core: CostGraph, most_cells: int, known: Sequence[int] | None, sweeps: int) -> Certified:
+def _solved(core: CostGraph, most_cells: int, known: Sequence[int] | None, sweeps: int, below: float) -> Certified:
     order = elimination_order(core.sizes(), core.sides())
     if order.cells <= most_cells:
         best = eliminate(core, order)
         return Certified(best, best.value)
-    return _Ascent(core, most_cells, Assignment(tuple(known), core.value(known)) if known else NONE).run(sweeps)
+    start = Assignment(tuple(known), core.value(known)) if known else NONE
+    return _Ascent(core, most_cells, start, below).run(sweeps)
 
 
 class _Ascent:
     """A cost graph from which labels are dropped; `kept` are the first numbers of those that are left."""
 
-    def __init__(self, graph: CostGraph, most_cells: int, known: Assignment):
-        self.graph, self.most_cells = graph, most_cells
+    def __init__(self, graph: CostGraph, most_cells: int, known: Assignment, below: float):
+        self.graph, self.most_cells, self.below = graph, most_cells, below
         self.kept = [np.arange(n) for n in graph.sizes()]
         self.messages = Messages(graph)
         self.best = known
@@ -98,44 +101,53 @@ class _Ascent:
                 self.messages.sweep()
             bound = self.messages.bound()
             slacks = [*self.messages.slacks()]
-            within = self._near(slacks)
+            within = self._near(slacks, bound)
             # Whatever has a label with a larger slack costs more than this.
             self.bound = max(self.bound, min(bound + within, self.best.value))
             if self._is_closed():
-                return Certified(self.best, self.best.value)
+                return Certified(self.best, self.bound if self.best.value > self.below else self.best.value)
             before, now = (bound, self.best.value, sum(self.graph.sizes())), before
             if not _advances(now, before):
                 break
-            self._drop(slacks, self.best.value - bound)
+            self._drop(slacks, self._allowed(bound))
         return Certified(self.best, self.bound)
 
     def _is_closed(self) -> bool:
-        return self.best.value - self.bound <= TOLERANCE * abs(self.best.value)
+        return min(self.best.value, self.below) - self.bound <= TOLERANCE * abs(self.best.value)
 
-    def _near(self, slacks: Sequence[Costs]) -> float:
+    def _near(self, slacks: Sequence[Costs], bound: float) -> float:
         """Take the best assignment of labels with the least slack, of as many as can be eliminated.
 
         Returns by how much every other assignment exceeds the bound at least.
         """
         self._round(slacks)
-        levels = _quantiles(numbered(np.concatenate(slacks))[0])
-        ordered = [np.sort(slack) for slack in slacks]
-        low, high, order = 0, len(levels), None
-        while low < high:
-            middle = (low + high) // 2
-            sizes = [max(1, int(np.searchsorted(slack, levels[middle], "right"))) for slack in ordered]
-            found = elimination_order(sizes, self.graph.sides())
-            if found.cells <= self.most_cells:
-                order, low = found, middle + 1
-            else:
-                high = middle
+        levels = numbered(np.concatenate(slacks))[0]
+        # No assignment with a label of more slack is good enough.
+        useful = max(int(np.searchsorted(levels, self._allowed(bound), "right")), 1)
+        level, order = self._level(slacks, levels[:useful])
         if order is None:
             return 0.0
-        within = [np.flatnonzero(slack <= levels[low - 1]) for slack in slacks]
         least = [np.array([slack.argmin()]) for slack in slacks]
-        kept = [labels if len(labels) else one for labels, one in zip(within, least, strict=True)]
-        self._eliminate(kept, order)
-        return float(levels[low]) if low < len(levels) else np.inf
+        within = [np.flatnonzero(slack <= level) for slack in slacks]
+        self._eliminate([some if len(some) else one for some, one in zip(within, least, strict=True)], order)
+        above = int(np.searchsorted(levels, level, "right"))
+        return float(levels[above]) if above < len(levels) else np.inf
+
+    def _level(self, slacks: Sequence[Costs], levels: Costs) -> tuple[float, Order | None]:
+        """The most slack, of some of these levels, whose labels can be eliminated, and their order; None for none."""
+        ordered, sides = [np.sort(slack) for slack in slacks], self.graph.sides()
+        found: tuple[float, Order | None] = (0.0, None)
+        tried = _quantiles(levels)
+        low, high, middle = 0, len(tried), len(tried) - 1  # All of them first: often they can.
+        while low < high:
+            sizes = [max(1, int(np.searchsorted(slack, tried[middle], "right"))) for slack in ordered]
+            order = elimination_order(sizes, sides)
+            if order.cells <= self.most_cells:
+                found, low = (float(tried[middle]), order), middle + 1
+            else:
+                high = middle
+            middle = (low + high) // 2
+        return found
 
     def _round(self, slacks: Sequence[Costs]) -> None:
         """Take the messages' own assignments, and the best one of every variable's few labels with the least slack."""
@@ -157,9 +169,12 @@ class _Ascent:
             labels = [int(kept[label]) for kept, label in zip(self.kept, found.labels, strict=True)]
             self.best = Assignment(tuple(labels), found.value)
 
+    def _allowed(self, bound: float) -> float:
+        """The slack that a label in a better assignment has at most."""
+        return min(self.best.value, self.below) - bound + TOLERANCE * abs(self.best.value)
+
     def _drop(self, slacks: Sequence[Costs], allowed: float) -> None:
         """Drop the labels that are in no better assignment."""
-        allowed += TOLERANCE * abs(self.best.value)
         kept = [np.flatnonzero(slack <= allowed) for slack in slacks]
         kept = [now if len(now) else np.arange(len(before)) for now, before in zip(kept, self.kept, strict=True)]
         self.kept = [before[now] for before, now in zip(self.kept, kept, strict=True)]

@@ -57,6 +57,8 @@ class Labels:
     """The placements of an op, the seconds of its own work in each, and how each was made.
 
     Equal ops share theirs, and what is asked of them.
+
+    windows: the results of the placements in which exact pieces are sent, which are asked of the ops after it.
     """
 
     placements: tuple[Placement, ...]
@@ -64,6 +66,7 @@ class Labels:
     spots: tuple[Spot | None, ...]
     ties: np.ndarray
     numbers: Mapping[tuple[object, ...], int]
+    windows: Shardings = ()
     _results: dict[int, tuple[Shardings, Classes]] = field(default_factory=dict)
     _needs: dict[tuple[int, ...], Needs] = field(default_factory=dict)
 
@@ -137,23 +140,27 @@ class LabelMaker:
     def _known(
         self, node: Node, special: Mapping[DeviceMesh, SpecialLayouts], made: Mapping[int, dict[Sharding, None]]
     ) -> Labels:
-        key = self._kind(node, special)
-        if key is None:
-            return self._labels_of(node, special, made)
+        key = self._kind(node, special, made)
         if key not in self.known:
             self.known[key] = self._labels_of(node, special, made), node.call, node.rule
-        return self.known[key][0]
+        labels = self.known[key][0]
+        for sharding in labels.windows:
+            special[sharding.mesh].add(node.outputs[0], sharding.dims)
+        return labels
 
-    def _kind(self, node: Node, special: Mapping[DeviceMesh, SpecialLayouts]) -> Hashable:
-        """What an op's labels follow from; None for windows, whose labels follow from those of the ops before them."""
-        if node.call.op.window is not None:
-            return None
+    def _kind(
+        self, node: Node, special: Mapping[DeviceMesh, SpecialLayouts], made: Mapping[int, dict[Sharding, None]]
+    ) -> Hashable:
+        """What an op's labels follow from: those of a window also from the labels of the ops before it."""
         meshes = tuple(self._meshes_of(node))
         asked = tuple([special[mesh].of_op(node) for mesh in meshes]) if self.free is None else ()
         around = self.around[node.id] if self.around else None
         facts = (self.frame.graph.reductions.get(node.id), around, self._is_in_chunks(node), tuple(self._cuts(node)))
         facts = (*facts, self._is_fixed(node), stored_by(node, self.frame.stored))
         here = (meshes, tuple(map(self.atoms_of, meshes)), self.free, self.along)
+        if node.call.op.window is not None:
+            ends = tuple([special[mesh].of_tensor(node.outputs[0]) for mesh in meshes])
+            facts = (*facts, tuple(made[node.inputs[0]]), ends, self.frame.graph.annotations.get(node.outputs[0]))
         return (id(node.call), id(node.rule), *here, asked, *facts)
 
     def _is_fixed(self, node: Node) -> bool:
@@ -186,7 +193,9 @@ class LabelMaker:
         placements, spots = zip(*[label for label, _ in found.values()], strict=True)
         ties = by_preference([placement_key(placement) for placement in placements])
         numbers = {key: n for n, key in enumerate(found)}
-        return Labels(placements, np.array([seconds for _, seconds in found.values()]), spots, ties, numbers)
+        seconds = np.array([seconds for _, seconds in found.values()])
+        windows = [p.results[0] for p in placements if p.step is not None] if node.call.op.window is not None else ()
+        return Labels(placements, seconds, spots, ties, numbers, tuple(dict.fromkeys(windows)))
 
     def _meshes_of(self, node: Node) -> Sequence[DeviceMesh]:
         if self.free is not None or self.along is not None:
@@ -241,10 +250,7 @@ class LabelMaker:
         asked += [s for s in there if s.mesh == mesh]
         sources = [s for s in made[node.inputs[0]] if s.mesh == mesh]
         wanted = [(s, [*asked, *_beside(node.call, s, atoms)]) for s in sources]
-        windows = [found for s, ends in wanted for found in window_placements(node.call, node.rule, [s], ends)]
-        for placement in windows:
-            special.add(result, placement.results[0].dims)
-        return windows
+        return [found for s, ends in wanted for found in window_placements(node.call, node.rule, [s], ends)]
 
 
 def whole_labels(graph: Graph, mesh: DeviceMesh, atoms_of: AtomsOf) -> list[Label]:

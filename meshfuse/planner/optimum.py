@@ -98,6 +98,7 @@ class Solved:
 def solved(
     graph: Graph, default_mesh: DeviceMesh, prices: Prices, known: Known | None = None,
     opened: OpenInputs = NOTHING_OPEN, labels: KnownLabels | None = None, frames: list[Frame] | None = None,
+    below: float = np.inf,
 ) -> Solved:  # fmt: skip
     """A graph's best assignment on the meshes that its annotations name, or on this one.
 
@@ -105,6 +106,7 @@ def solved(
     opened: the inputs whose places are to be found.
     labels: those that were made for other forms of the graph, to which are added those that are made for it.
     frames: those of other forms of the graph, as `labels`.
+    below: seconds that the assignment is to take less than; any may be found where none does.
     """
     meshes = tuple(dict.fromkeys(note.mesh for note in graph.annotations.values())) or (default_mesh,)
     mesh, *others = meshes
@@ -119,7 +121,7 @@ def solved(
         return _taken(make, known, axes)
     if not axes:
         program = make()
-        return Solved(program, _solved(program))
+        return Solved(program, _solved(program, below=below))
     whole = whole_labels(graph, mesh, atoms_of)
     return Solved(*_best([_from_whole(make, whole, order) for order in (axes, axes[::-1])]), axes)
 
@@ -223,10 +225,13 @@ def _among(named: frozenset[tuple[DeviceMesh, str]], atoms_of: AtomsOf) -> Atoms
     return lambda mesh: tuple([atom for atom in atoms_of(mesh) if (mesh, atom.axis) in named])
 
 
-def _solved(program: Program, known: Sequence[Label] = (), sweeps: int = MOST_SWEEPS) -> Certified:
+def _solved(
+    program: Program, known: Sequence[Label] = (), sweeps: int = MOST_SWEEPS, below: float = np.inf
+) -> Certified:
     """The best assignment, at prices that are exact for what it uses; `known` is a good one, if one is known."""
     program.build()
-    found = solve(program.costs, known=program.assigned(known) if known else None, sweeps=sweeps)
+    search = functools.partial(solve, sweeps=sweeps, below=below)
+    found = search(program.costs, known=program.assigned(known) if known else None)
     best = found.assignment.labels
     for _ in range(_MOST_ROUNDS):
         if not program.prices.correct(Answer(program, found.assignment).used()):
@@ -234,10 +239,10 @@ def _solved(program: Program, known: Sequence[Label] = (), sweeps: int = MOST_SW
         before = program.costs
         program.build()
         now = found.repriced(before, program.costs)
-        if now.gap <= found.gap + (ADVANCE if found.gap else 0.0):
+        if now.bound >= below or (found.bound < below and now.gap <= found.gap + (ADVANCE if found.gap else 0.0)):
             return now
         best = min(best, found.assignment.labels, key=program.costs.value)
-        found = solve(program.costs, known=program.assigned(program.chosen(best)), sweeps=sweeps)
+        found = search(program.costs, known=program.assigned(program.chosen(best)))
     # The last one may look good at prices that are not exact.
     return Certified(Assignment(best, program.costs.value(best)), found.bound)
 

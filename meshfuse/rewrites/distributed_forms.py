@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from ..graph import Graph, Node
 from ..ops.rules import Factor, FactorKind, Rule
 from ..ops.values import TensorRef
-from ..propagation import Planner, ShardedDefinition, cheaper
+from ..propagation import Propagation, ShardedDefinition
 from ..sharding.layout import Layout, axes, extent
 from ..sharding.value import Sharding
 from .graph_writer import GraphWriter, without_unread
@@ -54,7 +54,7 @@ class Distributed:
         return without_unread(_FormWriter(graph, forms).run(forms)).with_rewrite(self)
 
 
-def apply_distributed_forms(graph: Graph, plan: Planner) -> ShardedDefinition:
+def apply_distributed_forms(graph: Graph, plan: Propagation) -> ShardedDefinition:
     """A plan of the graph, with ops in their distributed forms where that is cheaper.
 
     To see which dims would be sharded if nothing had to be whole, the graph is first propagated as if that were so.
@@ -80,13 +80,13 @@ def _holds(graph: Graph, probe: ShardedDefinition) -> bool:
     )
 
 
-def _settled(graph: Graph, groups: list[Forms], plan: Planner) -> ShardedDefinition:
+def _settled(graph: Graph, groups: list[Forms], plan: Propagation) -> ShardedDefinition:
     """The best plan over these groups of forms: a group is dropped if the whole is no dearer without it."""
     best = plan(_written(graph, groups))
     for group in list(groups):
         without = [other for other in groups if other is not group]
-        found = plan(_written(graph, without))
-        if cheaper(found, best) is found:
+        found = plan.simpler(best, _written(graph, without))
+        if found is not best:
             groups, best = without, found
     return best
 
@@ -137,7 +137,7 @@ def _is_put_together(rule: Rule, dim: int) -> bool:
 class _Chooser:
     """Compares an op's distributed forms with the plain op, by itself, from the shardings that its operands have."""
 
-    def __init__(self, graph: Graph, probe: ShardedDefinition, plan: Planner):
+    def __init__(self, graph: Graph, probe: ShardedDefinition, plan: Propagation):
         self.graph, self.shardings, self.plan = graph, probe.shardings, plan
         self.read = {i for node in graph.nodes for i in node.inputs} | set(graph.outputs)
 

@@ -22,7 +22,7 @@ from ..ops import OPS
 from ..ops.blocks import block_counts
 from ..ops.reductions import reduced_dims
 from ..ops.values import TensorRef
-from ..propagation import Planner, ShardedDefinition, cheaper
+from ..propagation import Propagation, ShardedDefinition
 from ..sharding.layout import axes, extent
 from ..sharding.value import Sharding
 from .graph_writer import with_nodes
@@ -56,13 +56,13 @@ class Merged:
         return _rewritten(graph, self.moments).with_rewrite(self)
 
 
-def fuse_mean_variance(sharded: ShardedDefinition, plan: Planner) -> ShardedDefinition:
+def fuse_mean_variance(sharded: ShardedDefinition, plan: Propagation) -> ShardedDefinition:
     """The plan with moments over sharded dims merged, if that takes less time; else the plan itself."""
     found = tuple(_MomentsFinder(sharded).run())
     if not found:
         return sharded
-    other = plan(Merged(found)(sharded.graph))
-    return cheaper(sharded, other) if _by_gathers(other) else sharded
+    other = plan.cheaper(sharded, Merged(found)(sharded.graph))
+    return other if _by_gathers(other) else sharded
 
 
 def _by_gathers(sharded: ShardedDefinition) -> bool:

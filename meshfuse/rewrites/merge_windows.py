@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from ..graph import Graph, Node
 from ..ops.values import TensorRef
-from ..propagation import Planner, ShardedDefinition, cheaper
+from ..propagation import Propagation, ShardedDefinition
 from .graph_writer import GraphWriter, without_unread
 from .halos import Frame, HaloGroup, edges_added, framed, frames_of, groups, room, sum_frames, taken, term_in_frames
 from .window_views import CutDims, Number, Offsets, Shifted, Term, WindowFinder, cut_dims, dims_after, placed_dims
@@ -37,7 +37,7 @@ class Joined:
         return written.with_rewrite(self)
 
 
-def merge_windows(sharded: ShardedDefinition, plan: Planner) -> ShardedDefinition:
+def merge_windows(sharded: ShardedDefinition, plan: Propagation) -> ShardedDefinition:
     """The plan; if that is better, one with windows of sharded dims joined and chained.
 
     Windows one by one may cost so much that the plan avoids them, by having no windows of sharded dims. So windows are
@@ -49,7 +49,7 @@ def merge_windows(sharded: ShardedDefinition, plan: Planner) -> ShardedDefinitio
     cuts = {i: cut_dims(sharding) for i, sharding in sharded.shardings.items()}, _followed(sharded)
     best, windows = sharded, WindowFinder(graph).run()
     for rewriting in dict.fromkeys(filter(None, [_joined(graph, cut, windows) for cut in cuts])):
-        best = cheaper(best, plan(rewriting(graph)))
+        best = plan.cheaper(best, rewriting(graph))
     return best
 
 

@@ -19,7 +19,7 @@ from ..graph import Graph, Node
 from ..ops.opdef import Partial
 from ..ops.values import TensorRef
 from ..placement.factors import reduces
-from ..propagation import Planner, ShardedDefinition, cheaper
+from ..propagation import Propagation, ShardedDefinition
 from .graph_writer import GraphWriter, without_unread
 
 # The most ops between a sum over ranks and the sum that it is a term of.
@@ -53,7 +53,7 @@ class _SumWriter(GraphWriter):
         return [first]
 
 
-def reassociate_sums(sharded: ShardedDefinition, plan: Planner) -> ShardedDefinition:
+def reassociate_sums(sharded: ShardedDefinition, plan: Propagation) -> ShardedDefinition:
     """The plan; if that is better, one in which terms that may be sums over ranks are added before others."""
     graph = sharded.graph
     if not graph.annotations:
@@ -61,7 +61,7 @@ def reassociate_sums(sharded: ShardedDefinition, plan: Planner) -> ShardedDefini
     found = tuple(_SumFinder(sharded).run())
     if not found:
         return sharded
-    return cheaper(sharded, plan(Regrouped(found)(graph)))
+    return plan.cheaper(sharded, Regrouped(found)(graph))
 
 
 class _SumFinder:
