@@ -96,7 +96,7 @@ def parallelize(
         whole = checked_mesh(mesh, line)
         check_world(whole, line)
         if isinstance(plan, str) and plan == "auto" and example is not None:
-            plan = automatic(module, whole, **example, inputs=inputs, loss=loss, max_memory=max_memory)
+            plan = automatic(module, whole, example=example, inputs=inputs, loss=loss, max_memory=max_memory)
             max_memory = None  # It is what the plan was made for.
         if isinstance(plan, Plan):
             plan.check_mesh(whole, line)

@@ -174,7 +174,7 @@ def _prepare(variables: dict[str, str], log: str, errors: str) -> None:
 
 
 def _run_script(words: list[str]) -> None:
-    sys.argv = words
+    sys.argv, sys.path[:1] = words, [os.path.dirname(os.path.abspath(words[0]))]
     _end_as_python_does(lambda: runpy.run_path(words[0], run_name="__main__"))
 
 

@@ -44,7 +44,7 @@ def plan(
     module: nn.Module, mesh: Any, *args: Any, inputs: Mapping[str, Sequence[Any]] | None = None,
     keep: Mapping[str, Any] | None = None, loss: Callable[[Any, Any], torch.Tensor] | None = None,
     max_memory: float | None = None, states: int = 2, roles: Mapping[str, str] | None = None,
-    microbatches: int | None = None, mode: str = "explore", **kwargs: Any,
+    microbatches: int | None = None, mode: str = "explore", example: Mapping[str, Any] | None = None, **kwargs: Any,
 ) -> Plan:  # fmt: skip
     """Where a model's weights and inputs lie best on a mesh: a step of forward and backward then takes the least time.
 
@@ -62,6 +62,7 @@ def plan(
     microbatches: how many a step has; None for as many as are best.
     mode: "explore"; "config", where all axes have roles that are given; or "rule", where weights and arguments lie as
         `keep` and `inputs` say, and are whole otherwise.
+    example: the arguments by name, as of `mf.parallelize`; the same as `kwargs`.
 
     Raises DefinitionError for names that do not exist, for a model that is not one graph or has no loss, and where no
     plan holds as little as `max_memory`.
@@ -73,7 +74,7 @@ def plan(
         found = checked_mesh(mesh, line)
         asked = checked_roles(roles, found, line)
         _check(mode, asked, found, states, microbatches, line)
-        whole = WithLoss(module, loss)
+        whole, kwargs = WithLoss(module, loss), {**(example or {}), **kwargs}
         args = (*args, kwargs.pop(TARGET)) if loss is not None and TARGET in kwargs else args
         names = whole.argument_names(list(inspect.signature(module.forward).parameters), len(args))
         specs = checked_specs("inputs", inputs, [*names, TARGET], found, line)
