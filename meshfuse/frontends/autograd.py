@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..errors import caller_line, user_error
 from ..executor.dtensor import is_dtensor, settled
 from ..runtime.world import World
 from ..sharding.value import Sharding
@@ -191,18 +192,48 @@ class _Function(torch.autograd.Function):
         ctx.runner, ctx.count, ctx.entry = runner, len(kept), World.entry()
         ctx.save_for_backward(*kept, *saved, *(values if runner.full is not None else ()))
         ctx.saved_count = len(saved)
+        # Not saved for backward: torch would mind that a script changes them in place before it.
+        ctx.primals = [v for v, needed in zip(values, ctx.needs_input_grad[1:], strict=True) if needed]
         ctx.mark_non_differentiable(*[r for r in results if not r.is_floating_point()])
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
-        runner, tensors = ctx.runner, ctx.saved_tensors
-        kept, rest = tensors[: ctx.count], tensors[ctx.count :]
-        saved, values = rest[: ctx.saved_count], rest[ctx.saved_count :]
-        with World.entered_by(ctx.entry):
-            if not runner.unexpected(tangents):
-                return None, *runner.backward(kept, saved, tangents)
-            return None, *_again(runner, values, ctx.seed, tangents)
+        with World.entered_by(ctx.entry), torch.no_grad():
+            found = _gradients(ctx, tangents)
+        return None, *(_without_gradients(found, ctx.primals) if torch.is_grad_enabled() else found)
+
+
+def _gradients(ctx: Any, tangents: Sequence[Any]) -> list[Any]:
+    runner, tensors = ctx.runner, ctx.saved_tensors
+    kept, rest = tensors[: ctx.count], tensors[ctx.count :]
+    saved, values = rest[: ctx.saved_count], rest[ctx.saved_count :]
+    if not runner.unexpected(tangents):
+        return runner.backward(kept, saved, tangents)
+    return _again(runner, values, ctx.seed, tangents)
+
+
+class _NoSecond(torch.autograd.Function):
+    """Gradients, as an autograd that keeps how they came about (`create_graph`) sees them: as made of the primals."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[torch.Tensor], *primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple([gradient.detach() for gradient in gradients])
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        raise user_error(
+            "a parallel model's gradients have no gradients", "a backward through some taken with create_graph=True",
+            "a loss without gradients in it",
+            "Write the model as a definition, whose gradients have gradients, or leave it as it was.", caller_line(),
+        )  # fmt: skip
+
+
+def _without_gradients(gradients: Sequence[Any], primals: Sequence[torch.Tensor]) -> list[Any]:
+    """Gradients, to differentiate which is an error: torch would take them for constants."""
+    found = [g for g in gradients if g is not None]
+    made = iter(_NoSecond.apply(found, *primals) if found else ())
+    return [None if gradient is None else next(made) for gradient in gradients]
 
 
 def _again(runner: Runner, values: Sequence[Any], seed: int | None, tangents: Sequence[Any]) -> list[Any]:

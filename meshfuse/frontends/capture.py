@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import functional_export
+from torch._dynamo.convert_frame import _get_frame
 from torch._dynamo.exc import TorchDynamoException, UserError
-from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
@@ -29,6 +30,7 @@ from ..errors import MeshfuseError, SourceLine, user_error
 from ..long_work import saying
 from .captured_graph import Captured, Source
 from .decompositions import decompositions
+from .forward_reads import ForwardReads, reads_of
 from .functions import others_captured
 from .hugging_face import install_recorders, without_new_caches
 from .kv_caches import INNER, a_new_cache
@@ -69,7 +71,7 @@ def captured(
 def _traced(
     stack: contextlib.ExitStack, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], scalars_only: bool
 ) -> Captured:
-    made = dynamo_graph_capture_for_export(module)(*args, **kwargs)
+    made, reads = _forward_graph(module, args, kwargs)
     scalars_only = scalars_only and _detach_others(made)
     stack.enter_context(tracing(TracingContext(made.meta["fake_mode"])))
     table = decompositions()
@@ -92,7 +94,19 @@ def _traced(
         for node, desc in zip(returned, end.meta["desc"], strict=True)
         if desc is not None
     ]
-    return Captured(joint.graph_module, tuple(inputs), tuple(outputs), joint.out_spec, scalars_only)
+    return Captured(joint.graph_module, tuple(inputs), tuple(outputs), joint.out_spec, scalars_only, reads)
+
+
+def _forward_graph(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[torch.fx.GraphModule, ForwardReads]:
+    """Dynamo's graph, as `dynamo_graph_capture_for_export` makes it, and what the forward read for it."""
+    export, given = functional_export, (module, tuple(args), dict(kwargs))
+    effects = torch._dynamo.config.patch(replay_side_effects=False, side_effect_replay_policy="warn")
+    with export._compiling_state_context(), effects, export.get_metrics_context():
+        found = export.fullgraph_capture(*given)
+    reads = reads_of(found.graph_capture_output.output_graph.guards, module, _get_frame(*given))
+    return export.create_fx_graph_from_captured_output(found, *given), reads
 
 
 def _with_first_names(graph: Captured, module: nn.Module) -> Captured:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .forward_reads import NOTHING_READ, ForwardReads
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -36,6 +38,7 @@ class Captured:
 
     results: the tree of the forward's results.
     numbers_only: whether only results without dims have a gradient.
+    reads: what the forward read beside its arguments.
     """
 
     module: torch.fx.GraphModule
@@ -43,6 +46,7 @@ class Captured:
     outputs: tuple[tuple[Any, Source], ...]
     results: pytree.TreeSpec
     numbers_only: bool
+    reads: ForwardReads = NOTHING_READ
 
     def of_kind(self, kind: str) -> list[tuple[Any, Source]]:
         """The inputs or outputs of a kind."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torch import nn
 
 from ..errors import SourceLine
 from .autograd import Runner
@@ -49,3 +52,17 @@ class State:
     stepper: Stepper | None = None
     accumulates: bool = False
     has_terms: bool = False
+
+    def forget_changed(self, module: nn.Module) -> None:
+        """Drop what was captured before something that the forward read was changed."""
+        self.tables = list(module.modules()), list(module.parameters())
+        self.graphs = {key: graph for key, graph in self.graphs.items() if graph.reads.hold()}
+        self.runners = {key: runner for key, runner in self.runners.items() if runner.graph.reads.hold()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        """That of a copy of the module, which lies where the module does and makes programs of its own."""
+        stepper = self.stepper.copied(memo) if self.stepper is not None else None
+        return replace(
+            self, parameters=dict(self.parameters), runners={}, last=None, graphs={}, draws=copy.copy(self.draws),
+            tables=copy.deepcopy(self.tables, memo), stepper=stepper,
+        )  # fmt: skip

@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -339,7 +340,8 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     sync = _sync(self, state, call)
     key = call.key if sync == SYNCED else (call.key, sync)
     runner = state.runners.get(key)
-    if runner is None:
+    if runner is None or not runner.graph.reads.hold():
+        state.forget_changed(self)
         with located(line := line_in_script(sys._getframe(1), ("torch",))):
             runner = state.runners[key] = _made(self, state, call, line, state.all_results, sync)
     state.last = runner
@@ -399,10 +401,11 @@ def _captured(module: Any, state: State, arguments: Arguments, line: SourceLine,
         shared = with_shared_heads() if options.context is not None else nullcontext()
         with as_plain(module), shared, torch.set_grad_enabled(call.has_gradient):
             entry, args, kwargs = _entry(module, call, example)
-            state.graphs[key] = captured(
+            found = captured(
                 entry, args, kwargs, device, line, scalars_only=numbers_only, dtype=options.dtype, given=arguments.text
             )
-            mark_recomputed(state.graphs[key], options.recomputed)
+            mark_recomputed(found, options.recomputed)
+        state.graphs[key] = replace(found, reads=found.reads.again())
     return state.graphs[key]
 
 

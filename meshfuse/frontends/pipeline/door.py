@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -93,6 +94,12 @@ class Stepper:
     def __post_init__(self) -> None:
         self.whole = WithLoss(self.module, self.options.loss)
 
+    def copied(self, memo: dict[int, Any]) -> Stepper:
+        """That of a deep copy of the module; `memo` as of `copy.deepcopy`."""
+        module, elsewhere = copy.deepcopy((self.module, self.elsewhere), memo)
+        plain, draw = copy.deepcopy(self.plain, memo), copy.copy(self.draw)
+        return replace(self, module=module, elsewhere=elsewhere, plain=plain, draw=draw, made={}, last=[])
+
     @property
     def schedule(self) -> Schedule:
         """The order of a step."""
@@ -105,6 +112,7 @@ class Stepper:
         with located(line):
             with self.elsewhere.there():
                 tables = list(self.module.modules()), list(self.module.parameters())
+            self.made = {key: found for key, found in self.made.items() if found.reads.hold()}
             planned = [self._planned(*part, tables, line) for part in parts.parts]
         self.last = planned
         loss, gradients = stepped(self._work(parts, planned), torch.is_grad_enabled())
@@ -185,7 +193,7 @@ class Stepper:
             for stage in self.assignment.stages_here()
         }
         dtype = stages[-1].graph.of_kind("result")[-1][0].meta["val"].dtype
-        return Planned(tuple(stages), programs, dtype, graph.module)
+        return Planned(tuple(stages), programs, dtype, graph.module, graph.reads)
 
     def _plan_of(self, stage: int) -> ModulePlan:
         return replace(self.plan, mesh=self.assignment.mesh_of(stage))
@@ -196,7 +204,7 @@ class Stepper:
         with self.plain(), shared, self.elsewhere.there():
             found = captured_loss(self.whole, arguments, self.places.device, dtype, line)
         mark_recomputed(found, self.options.asked.recomputed)
-        return found
+        return replace(found, reads=found.reads.again())
 
     # what it costs
 

@@ -11,6 +11,7 @@ import torch
 
 from ...runtime.world import World
 from ..captured_graph import Source
+from ..forward_reads import NOTHING_READ, ForwardReads
 from .assignment import Assignment
 from .borders import Borders
 from .program import StageProgram
@@ -28,12 +29,14 @@ class Planned:
     borders: by stage, of all, what crosses them.
     programs: by stage, of this rank's, what it runs.
     constants: the module that has tensors which the stages read and no user knows; None where there are none.
+    reads: what the forward read beside its arguments.
     """
 
     borders: tuple[Borders, ...]
     programs: Mapping[int, StageProgram]
     loss_dtype: torch.dtype
     constants: Any = None
+    reads: ForwardReads = NOTHING_READ
 
 
 class Values(Protocol):
