@@ -147,8 +147,20 @@ _JOBS = (
 _TOGETHER = {
     **{f"/ranks/test_{name}.py": "jobs" for name in _JOBS}, "/ranks/": "ranks", "/session/": "session",
     "/test_backends.py": "Inductor", "compiled_segments": "Inductor", "/test_example_training.py": "training",
-    "/thunder/test_models.py": "models of Thunder", "/thunder/": "Thunder",
+    "/thunder/test_ranks.py": "Thunder on ranks", "/thunder/test_example.py": "Thunder on ranks",
+    "/thunder/test_models.py": "models of Thunder", "/nvfuser/test_propagation.py": "plans of nvFuser",
 }  # fmt: skip
+
+
+# Of these, what waits for other processes, within limits of seconds. The first worker has it, and where there are more
+# workers than cores, as `make test` has, the others give way to it: they use the time in which it waits.
+_WAITING = ("ranks", "session", "jobs")
+_FIRST = "gw0"
+
+
+def pytest_configure() -> None:
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 2 and os.environ["PYTEST_XDIST_WORKER"] != _FIRST:
+        os.nice(5)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -157,6 +169,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
+        def _assign_work_unit(self, node: Any) -> None:
+            """The next of what waits to the first worker, the next of all else to others, as long as there is any."""
+            waits = node.gateway.id == _FIRST
+            scope = next((scope for scope in self.workqueue if (scope in _WAITING) == waits), None)
+            if scope is not None:
+                self.workqueue.move_to_end(scope, last=False)
+            super()._assign_work_unit(node)
+
         def _split_scope(self, nodeid: str) -> str:
             return next((scope for part, scope in _TOGETHER.items() if part in nodeid), nodeid)
 
