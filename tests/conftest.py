@@ -160,7 +160,7 @@ _FIRST = "gw0"
 
 def pytest_configure() -> None:
     if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 2 and os.environ["PYTEST_XDIST_WORKER"] != _FIRST:
-        os.nice(5)
+        os.nice(3)
 
 
 @pytest.hookimpl(optionalhook=True)
