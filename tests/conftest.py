@@ -145,7 +145,7 @@ _JOBS = (
 # Tests that run one after another, in one process: those of real ranks, of jobs and of others, which share pools of
 # ranks and use all cores, and those that share what takes long to make. All others go wherever there is room.
 _TOGETHER = {
-    **{f"/ranks/test_{name}.py": "jobs" for name in _JOBS}, "/ranks/": "ranks", "/session/": "session",
+    **{f"/ranks/test_{name}.py": f"jobs: {name}" for name in _JOBS}, "/ranks/": "ranks", "/session/": "session",
     "/test_backends.py": "Inductor", "compiled_segments": "Inductor", "/test_example_training.py": "training",
     "/thunder/test_ranks.py": "Thunder on ranks", "/thunder/test_example.py": "Thunder on ranks",
     "/thunder/test_models.py": "models of Thunder", "/nvfuser/test_propagation.py": "plans of nvFuser",
@@ -154,7 +154,7 @@ _TOGETHER = {
 
 # Of these, what waits for other processes, within limits of seconds. The first worker has it, and where there are more
 # workers than cores, as `make test` has, the others give way to it: they use the time in which it waits.
-_WAITING = ("ranks", "session", "jobs")
+_WAITING = ("ranks", "session", "jobs: ")
 _FIRST = "gw0"
 
 
@@ -172,7 +172,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _assign_work_unit(self, node: Any) -> None:
             """The next of what waits to the first worker, the next of all else to others, as long as there is any."""
             waits = node.gateway.id == _FIRST
-            scope = next((scope for scope in self.workqueue if (scope in _WAITING) == waits), None)
+            scope = next((scope for scope in self.workqueue if scope.startswith(_WAITING) == waits), None)
             if scope is not None:
                 self.workqueue.move_to_end(scope, last=False)
             super()._assign_work_unit(node)
