@@ -137,7 +137,8 @@ def over_whole_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshfuse.planner.effort.Effort.in_parts", lambda *_: False)
 
 
-# Tests of whole jobs, most of which wait for what befalls these: a limit, a signal, the end of a rank.
+# Tests of whole jobs, most of which wait for what befalls these: a limit, a signal, the end of a rank. Each file's stay
+# together.
 _JOBS = (
     "collective_order", "device_watchdog", "ending", "failures", "faults", "launcher_faults", "launching", "link_probe",
     "notices", "plans_of_ranks", "restarts",
