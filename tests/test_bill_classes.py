@@ -10,10 +10,11 @@ from ledger.book import assert_unchanged
 pytestmark = pytest.mark.slow
 
 
-# Planning these takes longest, and others are like them: other convolutions and a roll forward and backward, and other
+# Planning these takes longest, and others are like them: other convolutions and rolls forward and backward, and other
 # ways to pick a token.
 SAMPLED_OUT = {
-    "rolls/states_that_go_from_stage_to_stage_backward", "convolutions/its_backward",
+    "rolls/states_that_go_from_stage_to_stage_backward", "rolls/derivatives_on_a_round_grid",
+    "convolutions/its_backward",
     "convolutions/blur_of_images_split_both_ways", "picked/logits_of_one_token_by_take_expanded",
     "picked/logits_of_one_token_by_select", "picked/logits_of_one_token_by_take",
 }  # fmt: skip

@@ -43,15 +43,22 @@ def parsed(loop: str) -> Plan:
 
 
 @functools.cache
-def theirs(name: str) -> list[Plan]:
-    """nvFuser's plan; without a GPU it plans and then raises when it comes to a kernel."""
+def dumped() -> tuple[dict[str, str], str]:
+    """What nvFuser prints of each program, and all errors."""
     env = {**os.environ, "NVFUSER_DUMP": "pre_segmenter_logging"}
     script = str(Path(plans.__file__))
-    done = subprocess.run([sys.executable, script, name], env=env, capture_output=True, text=True, timeout=120)
-    found = _AFTER.search(done.stdout)
-    assert found is not None, done.stderr[-2000:]
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=280)
+    parts = re.split(r"^PROGRAM (\w+)\n", done.stdout, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True)), done.stderr
+
+
+def theirs(name: str) -> list[Plan]:
+    """nvFuser's plan; without a GPU it plans and then raises when it comes to a kernel."""
+    programs, errors = dumped()
+    found = _AFTER.search(programs[name])
+    assert found is not None, errors[-2000:]
     loops = dict(re.findall(r"(T\d+)_[a-z]_[^\[\s]*\[([^\]]*)\]", found.group(1)))
-    names = json.loads(re.search(r"NAMES (.*)", done.stdout).group(1))  # type: ignore[union-attr]
+    names = json.loads(re.search(r"NAMES (.*)", programs[name]).group(1))  # type: ignore[union-attr]
     return [parsed(loops[n]) for n in names]
 
 

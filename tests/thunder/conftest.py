@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +20,9 @@ collect_ignore_glob = ["test_*.py"] if _thunder is None or _thunder.origin is No
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folder = str(Path(__file__).parent)
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if str(item.path).startswith(f"{folder}{os.sep}"):  # quick: it is asked of each test of the suite
             item.add_marker(pytest.mark.thunder)
 
 

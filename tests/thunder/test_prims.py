@@ -146,6 +146,7 @@ def symbols(traces: Any) -> set[str]:
     return {n for n in names if not n.startswith(("unpack", "python_", "clear_mutable", "meshfuse"))}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", [ROWS, COLUMNS], ids=["rows", "columns"])
 @pytest.mark.parametrize("name", [*SHAPES, *OTHERS])
 def test_equals_eager(name: str, spec: tuple[Any, Any]) -> None:
