@@ -37,6 +37,7 @@ class Session(Controller):
     """
 
     _rpc_groups = 0
+    _rpc_token = ""  # of the latest
     _engine: LocalEngine | None = None
 
     def _local_engine(self) -> LocalEngine:
@@ -46,9 +47,18 @@ class Session(Controller):
             weakref.finalize(self, self._engine.server.close).atexit = False
         return self._engine
 
+    def restart(self) -> None:
+        """End all workers at once and start new ones, which import the modules and have the functions of before.
+
+        DRefs of before can no longer be used, and `rpc` needs `init_rpc` again.
+        """
+        rpc_api.abandon(self._rpc_token)
+        super().restart()
+
     def shutdown(self) -> None:
         """End the workers after the calls that were issued, on all hosts. Several calls do no harm."""
         super().shutdown()
+        rpc_api.abandon(self._rpc_token)
         if self._engine is not None:
             self._engine.server.close()
 
@@ -157,8 +167,9 @@ class Session(Controller):
             raise user_error("init_rpc", "workers that are threads", "one process for each", "Use a ProcessSession.",
                              caller_line(), ArgumentError)  # fmt: skip
         self._rpc_groups += 1
+        self._rpc_token = secrets.token_hex(32)
         limit = self.timeout if timeout is None else timeout
-        self._call(rpc_api.join, (secrets.token_hex(32), limit, self._rpc_groups), {}, "init_rpc")
+        self._call(rpc_api.join, (self._rpc_token, limit, self._rpc_groups), {}, "init_rpc")
         self.sync()
 
     def profile(self, path: str | os.PathLike[str] = "session.json") -> Profile:

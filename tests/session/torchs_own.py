@@ -84,8 +84,8 @@ def outcomes(folder: Path, with_torch: bool, words: list[str]) -> dict[str, str]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[2])]),
            "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
     env |= {"WITH_TORCH": "1"} if with_torch else {}
-    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-o", "addopts=",
-               "--timeout=40", "--rootdir", str(folder), str(folder / "test_rpc.py"), *words]  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-p", "no:logging",
+               "-o", "addopts=", "--timeout=40", "--rootdir", str(folder), str(folder), *words]  # fmt: skip
     log = folder / "log.txt"  # can be read while the tests run
     with log.open("w") as file:
         subprocess.run(command, env=env, cwd=folder, stdout=file, stderr=subprocess.STDOUT)
