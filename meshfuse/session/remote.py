@@ -67,20 +67,28 @@ class _Node:
         self._server = ForkServer()
         self._output = OutputCollector(self._print)
         self._watching: threading.Thread | None = None
+        self._is_ending = False
 
     def serve(self) -> None:
         """Start workers whenever the controller says so, until its connection ends."""
         try:
             while (frame := self._connection.receive()).kind == START:
-                self._server.kill()
-                if self._watching is not None:
-                    self._watching.join()
+                self._end_all()
                 for spec in loads(frame.payload):
                     self._start(spec)
                 self._watching = threading.Thread(target=self._watch, daemon=True)
                 self._watching.start()
         except Closed:
             pass
+
+    def _end_all(self) -> None:
+        """End the workers. The thread that watches them reads alone: of two readers one could wait for ever."""
+        self._is_ending = True
+        self._server.signal_all()
+        if self._watching is not None:
+            self._watching.join()
+        self._server.forget()
+        self._is_ending = False
 
     def _start(self, spec: WorkerSpec) -> None:
         greetings = [Greeting(role, spec.worker, version()) for role in (COMMANDS, CONTROL)]
@@ -97,7 +105,7 @@ class _Node:
         told: set[int] = set()
         while True:
             for worker, how in self._server.all_ended().items():
-                if worker not in told:
+                if worker not in told and not self._is_ending:
                     told.add(worker)
                     self._send(Frame(ENDED, 0, worker, how.encode()))
             if not self._server.pids():
