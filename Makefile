@@ -123,6 +123,7 @@ bench-runtime: env
 
 bench-session: env
 	@$(PY) benchmarks/session/run.py
+	@$(PY) benchmarks/plots.py session
 
 # Llama steps on real ranks, beside DTensor's eager tensor parallelism and FSDP2.
 bench-models: env

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..argument_checks import as_int
@@ -64,16 +65,16 @@ class Session(Controller):
 
     # Values
 
-    def copy_to_worker_0(self, host_array: torch.Tensor, remote_array: DRef | None = None) -> DRef:
-        """Copy a tensor to worker 0: into the tensor of a DRef, or into a new register. Returns the DRef."""
-        _check_tensor(host_array, "copy_to_worker_0")
+    def copy_to_worker_0(self, host_array: torch.Tensor | np.ndarray, remote_array: DRef | None = None) -> DRef:
+        """Copy a tensor or an array of numpy to worker 0: into a DRef's tensor, or a new register. Returns the DRef."""
+        host_array = _as_tensor(host_array, "copy_to_worker_0")
         ref = remote_array or self._call(builtin.constant, (None,), {}, "copy_to_worker_0")
         ref.debug_copy_from(0, host_array)
         return ref
 
-    def copy_from_worker_0(self, host_array: torch.Tensor, remote_array: DRef) -> None:
-        """Copy worker 0's tensor into a tensor of this process. Waits for all calls before."""
-        _check_tensor(host_array, "copy_from_worker_0")
+    def copy_from_worker_0(self, host_array: torch.Tensor | np.ndarray, remote_array: DRef) -> None:
+        """Copy worker 0's tensor into a tensor, or array of numpy, of this process. Waits for all calls before."""
+        host_array = _as_tensor(host_array, "copy_from_worker_0")
         found = remote_array.debug_get_from_remote(0)
         if not isinstance(found, torch.Tensor) or found.shape != host_array.shape:
             raise user_error(
@@ -138,7 +139,7 @@ class Session(Controller):
 
     def _on_firsts(self, array: torch.Tensor, what: str, in_group: bool) -> DRef:
         """A tensor on worker 0; if `in_group` on the first worker of each group."""
-        _check_tensor(array, what)
+        array = _as_tensor(array, what)
         size = self.num_workers // self.num_groups if in_group else self.num_workers
         return self.call_each(
             builtin.constant, [(array if worker % size == 0 else None,) for worker in range(self.num_workers)], what
@@ -185,7 +186,7 @@ class Session(Controller):
 
     def distribute_tensor(self, tensor: torch.Tensor, sharding: Sharding) -> DRef:
         """Give each worker its shard of a global tensor. The ranks of the sharding's mesh are the workers."""
-        _check_tensor(tensor, "distribute_tensor")
+        tensor = _as_tensor(tensor, "distribute_tensor")
         self._check_sharding(sharding, "distribute_tensor")
         placed = Placed(sharding.placement(tuple(tensor.shape)), tuple(tensor.shape))
         parts = [(self._shard(tensor, placed.sharding, worker),) for worker in range(self.num_workers)]
@@ -358,9 +359,13 @@ class SocketSession(Session):
             self._nodes.close()
 
 
-def _check_tensor(value: Any, what: str) -> None:
+def _as_tensor(value: Any, what: str) -> torch.Tensor:
+    """A tensor, or one of an array's memory. Raises ArgumentError for anything else."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
     if not isinstance(value, torch.Tensor):
-        raise user_error(what, shown(value), "a tensor", "", caller_line(), ArgumentError)
+        raise user_error(what, shown(value), "a tensor or an array of numpy", "", caller_line(), ArgumentError)
+    return value
 
 
 def _described(value: Any) -> str:

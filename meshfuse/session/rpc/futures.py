@@ -16,15 +16,17 @@ _torchs_own = torch.futures.wait_all
 def wait_all(futures: list[torch.futures.Future[Any]]) -> list[Any]:
     """The values of all futures. Raises the error of one as soon as there is one, of its own class."""
     # What a callback raises C++ does see, though without its class.
-    seen = [future.then(_value) for future in futures]
+    seen = torch.futures.collect_all([future.then(_value) for future in futures])
     try:
-        torch.futures.collect_all(seen).wait()
-    except Exception:
-        for future in futures:
-            if future.done():
-                future.wait()
-        raise
-    return [future.wait() for future in futures]
+        seen.wait()
+    except Exception as error:
+        found = error
+    else:
+        return [future.wait() for future in futures]
+    for future in futures:
+        if future.done():
+            future.wait()
+    raise found
 
 
 def _value(future: torch.futures.Future[Any]) -> None:
