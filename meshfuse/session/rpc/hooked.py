@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.autograd  # It makes the engine.
+import torch.distributed.autograd as torchs
 from torch.autograd.graph import get_gradient_edge
 
 _PREFIX = re.compile(r"^Error on Node \d+: ")
@@ -84,13 +84,12 @@ class Engine:
     """torch's engine with a context: the gradients of this process' leaves that it accumulates."""
 
     def __init__(self, rank: int):
-        self._torch = torch._C._distributed_autograd
         with contextlib.suppress(RuntimeError):  # It has been made, for another group of this process.
-            self._torch._init(rank)
+            torchs._init(rank)
         # A new context is current in the thread that makes it, as this one must not be: so that of another thread.
         with ThreadPoolExecutor(1) as thread:
-            self._number: int = thread.submit(self._torch._new_context).result()._context_id()
-        weakref.finalize(self, self._torch._release_context, self._number).atexit = False
+            self._number: int = thread.submit(torchs._new_context).result()._context_id()
+        weakref.finalize(self, torchs._release_context, self._number).atexit = False
 
     def run(self, pairs: Pairs, received: Sequence[torch.Tensor], retain: bool) -> list[torch.Tensor | None]:
         """Accumulate the gradients of leaves; those of `received` leaves of this pass. Raises what a node raises."""
@@ -100,7 +99,7 @@ class Engine:
         try:
             with torch.enable_grad():
                 root = _Seed.apply(grads, *tensors)
-            self._torch.backward(self._number, [root], retain)
+            torchs.backward(self._number, [root], retain)
         except RuntimeError as error:
             raise RuntimeError(_PREFIX.sub("", str(error))) from None
         finally:
@@ -110,7 +109,7 @@ class Engine:
 
     def grads(self) -> dict[torch.Tensor, torch.Tensor]:
         """What has been accumulated, by leaf, received ones among them."""
-        return self._torch.get_gradients(self._number)
+        return torchs.get_gradients(self._number)
 
 
 def _keep(found: list[torch.Tensor | None], place: int) -> Any:
