@@ -84,9 +84,10 @@ ledger-check: env
 faults: env
 	@$(PY) tests/ranks/faults.py --repeat $(or $(REPEAT),20) $(FAULTS)
 
-# Faults that come at other moments each time.
+# Faults that come at other moments each time; then each in sessions of all kinds, and what is left of them.
 test-session: env
 	@SESSION_REPEAT=$(or $(REPEAT),20) $(PYTEST) -n 0 --timeout=1200 tests/session
+	@$(PY) tests/session/repeat_faults.py --repeat $(or $(REPEAT),20) $(FAULTS)
 
 fuzz: env
 	@while $(PYTEST) -m fuzz --hypothesis-profile=fuzz --timeout=0; do :; done; exit 1
@@ -131,6 +132,7 @@ bench-runtime: env
 
 bench-session: env
 	@$(PY) benchmarks/session/run.py
+	@$(PY) benchmarks/plots.py session
 
 # Llama steps on real ranks, beside DTensor's eager tensor parallelism and FSDP2.
 bench-models: env

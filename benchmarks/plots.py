@@ -1,4 +1,5 @@
-"""Draws the benchmarks' results.json as SVG files for the docs: `benchmarks/plots.py [bills] [compile] [runtime]`.
+"""Draws the benchmarks' results.json as SVG files for the docs: `benchmarks/plots.py [bills] [compile] [runtime]
+[session]`.
 
 Needs matplotlib (the extra `bench`). Equal results give equal files.
 """
@@ -72,6 +73,22 @@ def steps(axes: Any, results: Results) -> None:
     axes.set_title("Steps on gloo ranks, beside torch by hand and DTensor")
 
 
+def calls(axes: Any, results: Results) -> None:
+    """Times of calls, and of copies by their rates, beside torch's or a bare channel's: the left side is faster."""
+    names = [r["name"] for r in results]
+    for of, colour, marker in (("torch", OURS, "o"), ("torch's rpc", OURS, "D"), ("a bare channel", GREY, "s")):
+        there = [(1 / r["ratio"] if "GiB" in r["name"] else r["ratio"], place)
+                 for place, r in enumerate(results) if r["rival_name"] == of]  # fmt: skip
+        if there:
+            axes.scatter(*zip(*there, strict=True), s=26, color=colour, marker=marker, label=f"beside {of}", zorder=3)
+    axes.axvline(1, color=HAND, linewidth=1)
+    _logarithmic(axes, [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10], {})
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("time, the other's = 1")
+    axes.set_title("Calls of a session and of rpc, four workers")
+
+
 def _logarithmic(axes: Any, ticks: Sequence[float], labels: Mapping[float, str]) -> None:
     axes.set_xscale("log")
     axes.set_xticks(ticks, [labels.get(tick, f"{tick:g}") for tick in ticks])
@@ -83,6 +100,7 @@ PLOTS: dict[str, tuple[Callable[[Any, Results], None], tuple[float, float]]] = {
     "bills": (bills, (7.5, 7.0)),
     "compile": (planning, (6.5, 3.8)),
     "runtime": (steps, (7.5, 5.2)),
+    "session": (calls, (7.5, 3.4)),
 }
 
 

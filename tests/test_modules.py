@@ -25,7 +25,7 @@ HEAVY = (
 LIGHT = (
     "meshfuse.fusion_definition", "meshfuse.compiler", "meshfuse.testing", "meshfuse.nvfuser_direct",
     "meshfuse.runtime.launcher", "meshfuse.checkpoint", "meshfuse.session", "meshfuse.session.forkserver",
-    "meshfuse.session.remote", "meshfuse.frontends.plans", "meshfuse.frontends.placing",
+    "meshfuse.session.host", "meshfuse.session.remote", "meshfuse.frontends.plans", "meshfuse.frontends.placing",
 )  # fmt: skip
 
 

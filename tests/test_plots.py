@@ -36,6 +36,8 @@ def test_a_plot_has_a_mark_for_every_result_and_is_the_one_in_the_docs(name: str
         assert {r["id"] for r in results(name)} <= words and {"meshfuse", "XLA", "DTensor"} <= words
     elif name == "compile":
         assert {f"{r['us_per_op']:,.0f} µs per op" for r in results(name)} <= words
+    elif name == "session":
+        assert {r["name"] for r in results(name)} <= words
     else:
         assert {f"{r['work']}, {r['ranks']} ranks" for r in results(name)} <= words
 
@@ -60,7 +62,7 @@ def test_a_name_that_is_no_benchmark_is_an_error(capsys: pytest.CaptureFixture[s
         PLOTS.main(["bill"])
     assert (
         ended.value.code == 2
-        and "no such benchmark: bill; there are bills, compile, runtime" in capsys.readouterr().err
+        and "no such benchmark: bill; there are bills, compile, runtime, session" in capsys.readouterr().err
     )
 
 

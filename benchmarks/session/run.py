@@ -13,6 +13,7 @@ import json
 import os
 import queue
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -91,7 +92,7 @@ def session_times(channel: BareChannel, count: int) -> dict[str, float]:
             found.setdefault("call + sync, 4 threads", []).append(median(lambda: call_and_sync(threads), count))
             found.setdefault("call + sync, 4 processes", []).append(median(lambda: call_and_sync(processes), count))
             found.setdefault("issue, 4 processes", []).append(_issue(functions[processes], processes, count))
-        found["64 MB to a process, GiB/s"] = [_copy(processes) for _ in range(5)]
+        found["64 MB to a process, GiB/s"] = _copies(processes)
     return {name: sorted(values)[len(values) // 2] for name, values in found.items()}
 
 
@@ -106,13 +107,17 @@ def _issue(function: di.DRef, session: di.Session, count: int) -> float:
     return sorted(times)[count // 2]
 
 
-def _copy(session: di.Session) -> float:
+def _copies(session: di.Session) -> list[float]:
+    """The rates of copies into a tensor that is there; the first ones, which touch its memory, are left out."""
     tensor, target = torch.ones(MEGABYTES << 18), session.empty((MEGABYTES << 18,))
     session.sync()
-    start = time.perf_counter()
-    target.debug_copy_from(1, tensor)
-    session.sync()
-    return MEGABYTES / 1024 / (time.perf_counter() - start)
+    rates = []
+    for _ in range(8):
+        start = time.perf_counter()
+        target.debug_copy_from(1, tensor)
+        session.sync()
+        rates.append(MEGABYTES / 1024 / (time.perf_counter() - start))
+    return rates[3:]
 
 
 def add(a: int, b: int) -> int:
@@ -183,24 +188,57 @@ def rpc_times(name: str, count: int) -> dict[str, float]:
     return json.loads(outputs[0].splitlines()[-1])
 
 
+BARS = {
+    "call + sync, 4 threads": 50.0, "call + sync, 4 processes": 120.0, "issue, 4 processes": 25.0,
+    "64 MB to a process, GiB/s": 2.0, "rpc_sync": 0.7, "forward + backward through 3": 0.7,
+}  # fmt: skip
+
+
+def row(name: str, ours: float, rival: float, of: str) -> dict[str, object]:
+    """One line of results: in microseconds, or GiB/s by the name; `bar` is of `ours`, or of `ratio` beside torch."""
+    bar = None if of == "torch" and "GiB" in name else BARS.get(name)
+    return {"name": name, "ours": round(ours, 2), "rival": round(rival, 2), "rival_name": of,
+            "ratio": round(ours / rival, 3), "bar": bar}  # fmt: skip
+
+
+def show(results: list[dict[str, object]]) -> None:
+    """Print them as a table."""
+    print(f"{'':34} {'meshfuse':>9} {'rival':>9} {'ratio':>6} {'bar':>6}")
+    for r in results:
+        bar = "" if r["bar"] is None else r["bar"]
+        print(f"{r['name']:34} {r['ours']:9.1f} {r['rival']:9.1f} {r['ratio']:6.2f} {bar:>6} {r['rival_name']}")
+
+
+def medians(runs: list[dict[str, float]]) -> dict[str, float]:
+    """By name the median of several runs."""
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+def measured(count: int, rounds: int) -> list[dict[str, object]]:
+    """All results. Runs of `rpc` and of torch's take turns."""
+    session = session_times(BareChannel(), count)
+    channel = session.pop("bare channel, 4")
+    copied = session["64 MB to a process, GiB/s"]
+    results = [row(name, value, channel, "a bare channel") for name, value in session.items() if value is not copied]
+    pairs = [(rpc_times("meshfuse", count), rpc_times("torch", count)) for _ in range(rounds)]
+    ours, theirs = (medians([pair[side] for pair in pairs]) for side in (0, 1))
+    results.append(row("64 MB to a process, GiB/s", copied, theirs["64 MB to a process, GiB/s"], "torch's rpc"))
+    return results + [row(name, value, theirs[name], "torch") for name, value in ours.items()]
+
+
 def main() -> None:
-    """Measure, and print a table."""
+    """Measure, write results.json and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=500, help="actions of each measurement")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each rpc")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peer:
         peer(args.peer, args.count)
         return
-    channel = BareChannel()
-    print(f"{'session':34} {'median':>9}")
-    for name, value in session_times(channel, args.count).items():
-        print(f"{name:34} {value:9.1f}")
-    ours = [rpc_times("meshfuse", args.count)]
-    theirs = [rpc_times("torch", args.count)]
-    print(f"\n{'rpc':34} {'meshfuse':>9} {'torch':>9} {'ratio':>6}")
-    for name, value in ours[0].items():
-        print(f"{name:34} {value:9.1f} {theirs[0][name]:9.1f} {value / theirs[0][name]:6.2f}")
+    results = measured(args.count, args.rounds)
+    show(results)
+    (Path(__file__).parent / "results.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

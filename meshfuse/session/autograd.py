@@ -20,7 +20,8 @@ import torch
 from ..errors import ArgumentError, caller_line, shown, user_error
 from .errors import WrongType, of_backward
 from .rpc.calls import Calls, calls, provide_backward
-from .rpc.contexts import Context, Message, added, leaves_of, reachable, sources
+from .rpc.contexts import Context, Message, added, reachable, sources
+from .rpc.hooked import Engine, gradients
 from .rpc.rref import DROP
 from .session_autograd import Gradients, SessionContext
 
@@ -130,9 +131,7 @@ def get_gradients(context_id: Any) -> Any:
     """
     if isinstance(context_id, SessionContext):
         return Gradients(context_id)
-    found = calls().contexts.get(context_id)
-    with found.lock:
-        return dict(found.grads)
+    return calls().contexts.get(context_id).gradients()
 
 
 _numbers = itertools.count(1)
@@ -206,24 +205,29 @@ def _accumulate(
     found: Context, state: _State, plan: _Plan, message: Message, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
     """This worker's own part of the pass."""
-    leaves = list(leaves_of([tensor for tensor, _ in pairs]))
     retain = plan.retain or len(plan.parts(calls().me.id)) > 1
-    try:
-        values = torch.autograd.grad(
-            [tensor for tensor, _ in pairs], leaves, [grad for _, grad in pairs], retain_graph=retain, allow_unused=True
-        ) if leaves else ()  # fmt: skip
-    except Exception as error:
-        raise of_backward(error, calls().me.id, caller_line()) from None
     with found.lock:
         places = {id(leaf): (other, i) for other, own in found.received.items() for i, leaf in enumerate(own)}
         for other in plan.edges[message]:
             state.grads.setdefault(other, [None] * len(found.received[other]))
-        used = Counter(_memory(value) for value in values if value is not None)
-        for leaf, value in zip(leaves, values, strict=True):
+    try:
+        values = gradients(pairs, places, retain, lambda: _engine(found))
+    except Exception as error:
+        raise of_backward(error, calls().me.id, caller_line()) from None
+    with found.lock:
+        used = Counter(_memory(value) for _, value in values if value is not None)
+        for leaf, value in values:
             if value is not None and id(leaf) in places:
                 _add(state.grads[places[id(leaf)][0]], places[id(leaf)][1], value)
             elif value is not None:
                 found.add_grad(leaf, value if used[_memory(value)] == 1 and _is_dense(value) else _copy(value))
+
+
+def _engine(found: Context) -> Engine:
+    with found.lock:
+        if found.engine is None:
+            found.engine = Engine(calls().me.id)
+        return found.engine
 
 
 def _memory(value: torch.Tensor) -> int:

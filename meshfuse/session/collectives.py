@@ -22,7 +22,10 @@ OPS = ("sum", "prod", "min", "max", "avg")
 def init_ccl(ccl: str, device_ids: Sequence[int]) -> None:
     """Connect this worker's groups, and choose its GPU for NCCL."""
     worker = current()
-    if device_ids:
+    if ccl == "nccl" and not torch.cuda.is_available():
+        raise user_error('init_ccl: "nccl"', f"no GPU for worker {worker.worker}", "a GPU for each worker",
+                         'Use "gloo".', cls=ArgumentError)  # fmt: skip
+    if device_ids and torch.cuda.is_available():
         torch.cuda.set_device(device_ids[worker.worker])
     elif ccl == "nccl":
         torch.cuda.set_device(worker.world().local_rank)

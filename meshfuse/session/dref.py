@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from ..errors import ArgumentError, caller_line, shown, user_error
@@ -78,7 +79,11 @@ class DRef:
         return self._session.fetch(self, self._worker(worker_id))
 
     def debug_copy_from(self, worker_id: int, value: Any) -> None:
-        """Put a value into this register of one worker; a tensor is copied into the tensor that is there."""
+        """Put a value into this register of one worker; a tensor is copied into the tensor that is there.
+
+        An array of numpy is put there as a tensor.
+        """
+        value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
         self._session.put(self, self._worker(worker_id), value)
 
     def __getitem__(self, worker_id: int) -> Any:

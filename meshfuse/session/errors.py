@@ -9,6 +9,8 @@ import traceback
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from ..errors import ArgumentError, MeshfuseError, SourceLine, error_text
 
 
@@ -92,7 +94,7 @@ def describe(error: BaseException, worker: int, call: int) -> Raised:
     trace = "".join(traceback.format_exception(type(error), error, _below_ours(error))).rstrip()
     return Raised(
         worker, call, _pickled(error), type(error).__name__, error_text(error), trace, isinstance(error, Released),
-        isinstance(error, RuntimeError),
+        isinstance(error, (RuntimeError, torch.jit.Error)),  # as torch's RPC has it
     )  # fmt: skip
 
 

@@ -114,11 +114,19 @@ class ForkServer:
         return {worker: pid for pid, worker in self._workers.items()}
 
     def kill(self) -> None:
-        """End all workers at once, and wait until they have ended."""
+        """End all workers at once, and wait until they have ended. Not while another thread reads."""
+        self.signal_all()
+        self.settle(10.0)
+        self.forget()
+
+    def signal_all(self) -> None:
+        """End all workers at once; whoever reads will know."""
         for pid in list(self._workers):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.settle(10.0)
+
+    def forget(self) -> None:
+        """Forget workers that have ended."""
         self._ended.clear()
 
     def settle(self, seconds: float) -> bool:

@@ -37,9 +37,10 @@ class Listener:
         self._token, self._welcome = token, welcome
         try:
             self._sock = socket.create_server((host, port), family=_family(host), backlog=512)
-        except OSError as error:
+        except (OSError, OverflowError, TypeError) as error:
+            why = getattr(error, "strerror", error)
             raise user_error(
-                "a session cannot listen there", f"{host}:{port} ({error.strerror})", "a free port of this machine", "",
+                "a session cannot listen there", f"{host}:{port} ({why})", "a free port of this machine", "",
                 caller_line(), ArgumentError,
             ) from None  # fmt: skip
         self.host, self.port = self._sock.getsockname()[:2]

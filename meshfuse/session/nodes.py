@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import queue
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -50,6 +51,15 @@ class Node:
     def fileno(self) -> int:
         """The socket's number."""
         return self.connection.fileno()
+
+    def is_gone(self) -> bool:
+        """Whether it has closed its connection, and what it sent before has been read."""
+        try:
+            return not self.connection.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def read(self) -> None:
         """Read all messages that have come. Raises Closed."""
@@ -147,12 +157,24 @@ class Nodes:
         deadline = time.monotonic() + START_LIMIT
         while wanted - set(found):
             try:
-                role, worker, connection = self._workers.get(timeout=max(0.0, deadline - time.monotonic()))
+                role, worker, connection = self._workers.get(timeout=min(_LOOK, max(0.0, deadline - time.monotonic())))
             except queue.Empty:
                 missing = sorted({worker for _, worker in wanted - set(found)})
+                self._check_nodes(missing)
+                if time.monotonic() < deadline:
+                    continue
                 raise SessionError(f"workers {missing} did not connect within {START_LIMIT:g} s") from None
             found[role, worker] = connection
         return found
+
+    def _check_nodes(self, missing: list[int]) -> None:
+        """Raises SessionError where the host of workers that are waited for has ended."""
+        gone = [worker for worker in missing if self.nodes[worker // self.per_node - 1].is_gone()]
+        if gone:
+            raise SessionError(
+                f"the host of workers {gone} is gone: found no `python -m meshfuse.session.remote`, needed it to start "
+                "them. Start a new session and its hosts", caller_line(),
+            )  # fmt: skip
 
     def close(self) -> None:
         """Stop listening, and let the other hosts end."""

@@ -31,6 +31,9 @@ class DistributedOptimizer:
         self, optimizer_class: type[torch.optim.Optimizer], params_rref: Sequence[Any], *args: Any, **kwargs: Any
     ):
         params = list(params_rref)
+        if not callable(optimizer_class):
+            raise user_error("DistributedOptimizer: optimizer_class", shown(optimizer_class), "a class of torch.optim",
+                             "", caller_line(), ArgumentError)  # fmt: skip
         self._session: Any = None
         if params and all(isinstance(ref, DRef) for ref in params):
             self._session = params[0].session

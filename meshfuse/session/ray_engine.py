@@ -16,10 +16,10 @@ from typing import Any
 from ..argument_checks import as_int
 from ..errors import ArgumentError, caller_line, shown, user_error
 from ..runtime.environment import DEFAULT_TIMEOUT, LOOPBACK
-from . import remote
 from .errors import SessionError, WorkerLost
 from .forkserver import START_LIMIT
 from .handshake import token_of
+from .host import run as serve_host
 from .listener import log
 from .nodes import Nodes
 from .session import SocketSession
@@ -139,7 +139,7 @@ class _Actor:
 
     def serve(self, host: str, port: int, token: str) -> int:
         """Keep a worker until the session ends."""
-        return remote.run(host, port, 1, START_LIMIT, token)
+        return serve_host(host, port, 1, START_LIMIT, token)
 
 
 def _ray() -> Any:

@@ -19,11 +19,11 @@ from ..mesh import DeviceMesh
 from ..ops.values import TensorRef
 from ..runtime.environment import interface_of
 from ..sharding.value import Sharding
-from . import remote
 from .client import ROLE, Handle
 from .dref import DRef
 from .errors import SessionError, WorkerLost, describe
 from .handshake import TOKEN, token_of
+from .host import run as serve_host
 from .listener import Listener, log
 from .messages import DONE, FAILED
 from .nodes import Greeting, version
@@ -306,7 +306,7 @@ def main(path: str, node: int | None, timeout: float) -> int:
     cluster = Cluster.load(path)
     place = own_place(cluster) if node is None else node
     if place:
-        return remote.run(cluster.hosts[0].address, cluster.port + 1, cluster.per_host, timeout)
+        return serve_host(cluster.hosts[0].address, cluster.port + 1, cluster.per_host, timeout)
     is_new = not os.environ.get(TOKEN)
     token = token_of()
     ended = threading.Event()

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..argument_checks import as_int
@@ -37,6 +38,7 @@ class Session(Controller):
     """
 
     _rpc_groups = 0
+    _rpc_token = ""  # of the latest
     _engine: LocalEngine | None = None
 
     def _local_engine(self) -> LocalEngine:
@@ -46,24 +48,33 @@ class Session(Controller):
             weakref.finalize(self, self._engine.server.close).atexit = False
         return self._engine
 
+    def restart(self) -> None:
+        """End all workers at once and start new ones, which import the modules and have the functions of before.
+
+        DRefs of before can no longer be used, and `rpc` needs `init_rpc` again.
+        """
+        rpc_api.abandon(self._rpc_token)
+        super().restart()
+
     def shutdown(self) -> None:
         """End the workers after the calls that were issued, on all hosts. Several calls do no harm."""
         super().shutdown()
+        rpc_api.abandon(self._rpc_token)
         if self._engine is not None:
             self._engine.server.close()
 
     # Values
 
-    def copy_to_worker_0(self, host_array: torch.Tensor, remote_array: DRef | None = None) -> DRef:
-        """Copy a tensor to worker 0: into the tensor of a DRef, or into a new register. Returns the DRef."""
-        _check_tensor(host_array, "copy_to_worker_0")
+    def copy_to_worker_0(self, host_array: torch.Tensor | np.ndarray, remote_array: DRef | None = None) -> DRef:
+        """Copy a tensor or an array of numpy to worker 0: into a DRef's tensor, or a new register. Returns the DRef."""
+        host_array = _as_tensor(host_array, "copy_to_worker_0")
         ref = remote_array or self._call(builtin.constant, (None,), {}, "copy_to_worker_0")
         ref.debug_copy_from(0, host_array)
         return ref
 
-    def copy_from_worker_0(self, host_array: torch.Tensor, remote_array: DRef) -> None:
-        """Copy worker 0's tensor into a tensor of this process. Waits for all calls before."""
-        _check_tensor(host_array, "copy_from_worker_0")
+    def copy_from_worker_0(self, host_array: torch.Tensor | np.ndarray, remote_array: DRef) -> None:
+        """Copy worker 0's tensor into a tensor, or array of numpy, of this process. Waits for all calls before."""
+        host_array = _as_tensor(host_array, "copy_from_worker_0")
         found = remote_array.debug_get_from_remote(0)
         if not isinstance(found, torch.Tensor) or found.shape != host_array.shape:
             raise user_error(
@@ -128,7 +139,7 @@ class Session(Controller):
 
     def _on_firsts(self, array: torch.Tensor, what: str, in_group: bool) -> DRef:
         """A tensor on worker 0; if `in_group` on the first worker of each group."""
-        _check_tensor(array, what)
+        array = _as_tensor(array, what)
         size = self.num_workers // self.num_groups if in_group else self.num_workers
         return self.call_each(
             builtin.constant, [(array if worker % size == 0 else None,) for worker in range(self.num_workers)], what
@@ -157,8 +168,9 @@ class Session(Controller):
             raise user_error("init_rpc", "workers that are threads", "one process for each", "Use a ProcessSession.",
                              caller_line(), ArgumentError)  # fmt: skip
         self._rpc_groups += 1
+        self._rpc_token = secrets.token_hex(32)
         limit = self.timeout if timeout is None else timeout
-        self._call(rpc_api.join, (secrets.token_hex(32), limit, self._rpc_groups), {}, "init_rpc")
+        self._call(rpc_api.join, (self._rpc_token, limit, self._rpc_groups), {}, "init_rpc")
         self.sync()
 
     def profile(self, path: str | os.PathLike[str] = "session.json") -> Profile:
@@ -174,7 +186,7 @@ class Session(Controller):
 
     def distribute_tensor(self, tensor: torch.Tensor, sharding: Sharding) -> DRef:
         """Give each worker its shard of a global tensor. The ranks of the sharding's mesh are the workers."""
-        _check_tensor(tensor, "distribute_tensor")
+        tensor = _as_tensor(tensor, "distribute_tensor")
         self._check_sharding(sharding, "distribute_tensor")
         placed = Placed(sharding.placement(tuple(tensor.shape)), tuple(tensor.shape))
         parts = [(self._shard(tensor, placed.sharding, worker),) for worker in range(self.num_workers)]
@@ -347,9 +359,13 @@ class SocketSession(Session):
             self._nodes.close()
 
 
-def _check_tensor(value: Any, what: str) -> None:
+def _as_tensor(value: Any, what: str) -> torch.Tensor:
+    """A tensor, or one of an array's memory. Raises ArgumentError for anything else."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
     if not isinstance(value, torch.Tensor):
-        raise user_error(what, shown(value), "a tensor", "", caller_line(), ArgumentError)
+        raise user_error(what, shown(value), "a tensor or an array of numpy", "", caller_line(), ArgumentError)
+    return value
 
 
 def _described(value: Any) -> str:

@@ -15,7 +15,8 @@ import torch
 
 from ..errors import ArgumentError, shown, user_error
 from .executor import current
-from .rpc.contexts import added, leaves_of
+from .rpc.contexts import added, with_engine
+from .rpc.hooked import Engine, gradients
 
 Adjoint = Callable[[Any], Any]
 
@@ -31,16 +32,29 @@ class _Entry:
 
 @dataclass(slots=True)
 class Tape:
-    """What a context has seen on this worker. is_spent: a backward pass has run that was the last."""
+    """What a context has seen on this worker. is_spent: a backward pass has run that was the last.
+
+    engine: what has run hooks of leaves, and has gradients of its own.
+    """
 
     number: int
     entries: list[_Entry] = field(default_factory=list)
     grads: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     is_spent: bool = False
+    engine: Engine | None = None
 
     def add_grad(self, leaf: torch.Tensor, grad: torch.Tensor) -> None:
         """Accumulate a gradient."""
         self.grads[leaf] = added(self.grads[leaf], grad) if leaf in self.grads else grad
+
+    def own_engine(self) -> Engine:
+        """The engine, from its first use on."""
+        self.engine = self.engine or Engine(current().worker)
+        return self.engine
+
+    def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        """What has been accumulated, by leaf."""
+        return with_engine(self.grads, self.engine)
 
 
 def begin(number: int) -> None:
@@ -119,11 +133,7 @@ def _accumulate(
     tape: Tape, kept: set[int], arrived: dict[int, torch.Tensor], tensors: list[torch.Tensor], grads: Iterable[Any]
 ) -> None:
     """Go from tensors to the leaves of this worker's graph, which the tape has, or collectives gave."""
-    leaves = list(leaves_of(tensors))
-    if not leaves:
-        return
-    found = torch.autograd.grad(tensors, leaves, list(grads), retain_graph=True, allow_unused=True)
-    for leaf, grad in zip(leaves, found, strict=True):
+    for leaf, grad in gradients(list(zip(tensors, grads, strict=True)), kept, True, tape.own_engine):
         if grad is None:
             continue
         if id(leaf) not in kept:
@@ -134,9 +144,9 @@ def _accumulate(
 
 def gradient_of(number: int, leaf: Any) -> torch.Tensor | None:
     """The gradient of a leaf of this worker; None if it has none."""
-    return _open(number).grads.get(leaf)
+    return _open(number).gradients().get(leaf)
 
 
 def step(number: int, optimizer: Any) -> None:
     """Let a worker's optimizer use the context's gradients."""
-    optimizer.step_with(_open(number).grads)
+    optimizer.step_with(_open(number).gradients())

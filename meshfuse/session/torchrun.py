@@ -14,9 +14,9 @@ from ..runtime.environment import DEFAULT_TIMEOUT, LOOPBACK, TORCHRUN, Environme
 from ..runtime.processes import die_with_parent
 from ..runtime.store import await_keys, connect, joining
 from ..runtime.world import World
-from . import remote
 from .forkserver import START_LIMIT
 from .handshake import token_of
+from .host import run as serve_host
 from .nodes import Nodes
 from .session import SocketSession
 
@@ -78,7 +78,7 @@ def _serve(place: Environment, store: dist.Store) -> int:
         print(f"meshfuse: rank {place.rank}: rank 0 made no session within {START_LIMIT:g} s", file=sys.stderr)
         return 1
     host, port, token = store.get("address").decode().split()
-    return remote.run(host, int(port), place.local_size, START_LIMIT, token)
+    return serve_host(host, int(port), place.local_size, START_LIMIT, token)
 
 
 def _await_end(store: dist.Store) -> int:

@@ -7,11 +7,13 @@ import pickle
 import threading
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
 import meshfuse.session as di
 from meshfuse.errors import ArgumentError
+from meshfuse.session import collectives, optim
 
 from . import functions
 
@@ -178,3 +180,33 @@ def test_sessions_of_one_and_two_workers(kind: Callable[[int], di.Session], work
         session.copy_from_worker_0(back, session.allreduce(held))
         assert torch.equal(back, x * session.num_workers)
         session.sync_worker_0()
+
+
+def test_arrays_of_numpy_are_tensors_there(session: di.Session) -> None:
+    """As scripts for Disco have them."""
+    rows, there = np.arange(6, dtype="float32").reshape(2, 3), np.zeros((2, 3), "float32")
+    x = session.empty((2, 3))
+    x.debug_copy_from(0, rows)
+    session.copy_from_worker_0(there, x)
+    assert (there == rows).all()
+    assert torch.equal(session.copy_to_worker_0(rows + 1)[0], torch.from_numpy(rows + 1))
+    assert torch.equal(session.broadcast_from_worker0(x, in_group=False)[3], torch.from_numpy(rows))
+
+
+@pytest.mark.parametrize(("call", "words"), [
+    (lambda s: s.call_packed("tests.add_one", 1), r"found 'tests.add_one', needed a function.*get_global_func\('tests"),
+    (lambda s: s.call(3), "call: found 3, needed a function, or a DRef to one"),
+    (lambda s: s.call(id, threading.Lock()), r"an argument of a call cannot be sent \(cannot pickle '_thread.lock'"),
+    (lambda s: optim.DistributedOptimizer("SGD", [s.call(int)]), "found 'SGD', needed a class of torch.optim"),
+])  # fmt: skip
+def test_what_cannot_be_called_or_sent_is_said_at_once(threaded: di.Session, call, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        call(threaded)
+    threaded.sync()
+
+
+def test_nccl_without_a_gpu_is_said(processes: di.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    processes._call(collectives.init_ccl, ("nccl", ()), {}, "init_ccl")
+    with pytest.raises(ArgumentError, match=r'"nccl": found no GPU for worker .*Use "gloo"'):
+        processes.sync()

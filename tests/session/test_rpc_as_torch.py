@@ -4,12 +4,16 @@ tensors, identifiers of references, whose memory gradients are. Three workers; t
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import meshfuse.session as di
 from meshfuse.session import autograd, rpc
@@ -284,3 +288,84 @@ def test_torchscript_runs_on_peers() -> None:
         autograd.backward(context, [y.sum()])
         torch.testing.assert_close(autograd.get_gradients(context)[x], 5 * (1 - torch.tanh(x.detach()) ** 2))
     assert torch.equal(rpc.remote(1, scripted, (x.detach(), 1.0)).to_here(), torch.tanh(x.detach()))
+
+
+_released = threading.Event()
+
+
+def wait_for_release() -> bool:
+    return _released.wait(20)
+
+
+def release() -> None:
+    _released.set()
+
+
+def test_waiting_for_all_ends_with_the_first_error() -> None:
+    late, failed = rpc.rpc_async(1, wait_for_release), rpc.rpc_async(1, fail, (ValueError,))
+    with pytest.raises(ValueError, match="told"):
+        torch.futures.wait_all([late, failed, rpc.rpc_async(2, text)])
+    assert not late.done()
+    rpc.rpc_sync(1, release)
+    assert torch.futures.wait_all([late, rpc.rpc_async(2, text)]) == [True, "text"]
+
+
+def hooked_gradients(x: torch.Tensor) -> tuple[list[str], list[torch.Tensor], torch.Tensor | None]:
+    """What hooks of a leaf and of its node have seen, and its gradients: of a context, and its own."""
+    w, seen = torch.full((3,), 2.0, requires_grad=True), []
+    node = w.view_as(w).grad_fn.next_functions[0][0]
+    node.register_hook(lambda _, grads: seen.append(f"after {grads[0].tolist()}"))
+    w.register_hook(lambda grad: (seen.append("before"), grad * 2)[1])
+    with autograd.context() as context:
+        for _ in range(2):
+            autograd.backward(context, [(rpc.rpc_sync(2, torch.mul, (w * x, 3.0)) + x * w).sum()])
+        return seen, [autograd.get_gradients(context)[w], autograd.get_gradients(context).get(x)], w.grad
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_hooks_of_leaves_and_of_their_nodes_run(where: int) -> None:
+    """As torch runs them: those of the tensor first, once for each part of a pass; `.grad` stays as it is."""
+    seen, (of_w, of_x), own = rpc.rpc_sync(where, hooked_gradients, (torch.tensor([1.0, 2.0, 3.0]),))
+    # Two parts of each pass: what the call gave a gradient to, and what it did not.
+    assert of_w.tolist() == [16, 32, 48] and of_x is None and own is None
+    assert sorted(seen) == sorted(["before", "before", "after [2.0, 4.0, 6.0]", "after [6.0, 12.0, 18.0]"] * 2)
+
+
+def averaged(path: str, rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Gradients of a layer, of a layer under DDP behind a call, in a context; and of plain autograd after that."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    try:
+        first, second = two_layers()
+        ours, x = torch.nn.parallel.DistributedDataParallel(second), rows(rank)
+        with autograd.context() as context:
+            autograd.backward(context, [ours(rpc.rpc_sync(0, torch.tanh, (first(x),))).sum()])
+            found = autograd.get_gradients(context)
+        ours(torch.tanh(first(x))).sum().backward()
+        leaves = [first.weight, second.weight, second.bias]
+        return [found[leaf] for leaf in leaves], [leaf.grad for leaf in leaves]
+    finally:
+        dist.destroy_process_group()
+
+
+def two_layers() -> list[torch.nn.Linear]:
+    torch.manual_seed(0)
+    return [torch.nn.Linear(3, 4, dtype=torch.float64), torch.nn.Linear(4, 2, dtype=torch.float64)]
+
+
+def rows(rank: int) -> torch.Tensor:
+    return torch.arange(6, dtype=torch.float64).reshape(2, 3) * (rank + 1) - 2
+
+
+def test_ddp_averages_in_a_context(tmp_path: Path) -> None:
+    found = torch.futures.wait_all([rpc.rpc_async(rank + 1, averaged, (str(tmp_path / "s"), rank)) for rank in (0, 1)])
+    wanted = []
+    for rank in (0, 1):
+        first, second = two_layers()
+        loss = second(torch.tanh(first(rows(rank)))).sum()
+        wanted.append(torch.autograd.grad(loss, [first.weight, second.weight, second.bias]))
+    mean = [(a + b) / 2 for a, b in zip(*wanted, strict=True)]
+    for rank, both in enumerate(found):
+        for grads in both:
+            for grad, expected in zip(grads, [wanted[rank][0], *mean[1:]], strict=True):
+                torch.testing.assert_close(grad, expected)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.distributed import rpc as torchs
 
+import meshfuse.session as di
 from meshfuse.errors import ArgumentError
 from meshfuse.session import rpc
 
@@ -161,3 +162,24 @@ def test_where_a_worker_listens(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MASTER_ADDR", address)
         for method in ("env://", f"tcp://{address}:29500"):
             assert rpc.api._own_host(rpc.api._place(method, 0, 2)) == wanted
+
+
+def test_a_session_that_ends_or_starts_anew_leaves_its_group() -> None:
+    wait_for_all = torch.futures.wait_all
+    held = []
+    with di.ProcessSession(2, timeout=20) as session:
+        for _ in range(2):
+            session.init_rpc(timeout=10)
+            held += [rpc.remote(1, torch.add, (torch.ones(2), n)) for n in range(3)]
+            assert held[-1].to_here().tolist() == [3, 3]
+            session.restart()
+            with pytest.raises(RuntimeError, match="RPC has not been initialized"):
+                rpc.rpc_sync(1, int)
+        session.init_rpc(timeout=10)
+        held.append(rpc.remote(1, int))
+    with pytest.raises(RuntimeError, match="RPC has not been initialized"):
+        rpc.rpc_sync(1, int)
+    assert torch.futures.wait_all is wait_for_all
+    with di.ProcessSession(2, timeout=20) as session:
+        session.init_rpc(timeout=10)
+        assert rpc.rpc_sync(1, int, (3,)) == 3

@@ -154,3 +154,23 @@ class Broken(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         raise ZeroDivisionError("in backward")
+
+
+def hooked_leaf() -> torch.Tensor:
+    """One whose node has a hook, which notes the gradient that it sees."""
+    w = torch.full((2,), float(di.worker_id() + 1), requires_grad=True)
+    w.node = w.view_as(w).grad_fn.next_functions[0][0]  # type: ignore[attr-defined]
+    w.node.register_hook(lambda _, grads: setattr(w, "seen", grads[0].tolist()))  # type: ignore[attr-defined]
+    return w
+
+
+def test_hooks_of_nodes_run_behind_collectives(session: di.Session) -> None:
+    w = session.call(hooked_leaf)
+    with autograd.context(session) as context_id:
+        loss = session.call(torch.sum, session.allreduce(session.call(torch.mul, w, w), in_group=False))
+        autograd.backward(context_id, [loss])
+        grads = autograd.get_gradients(context_id)[w]
+        for worker in range(4):
+            # The sum of four workers' losses, each of the sum of all squares.
+            assert grads[worker].tolist() == [8.0 * (worker + 1)] * 2
+            assert session.call(lambda w: (w.seen, w.grad), w)[worker] == ([8.0 * (worker + 1)] * 2, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,8 @@ import torch
 
 import meshfuse.session as di
 from meshfuse.errors import ArgumentError
+from meshfuse.session.nodes import Node
+from meshfuse.session.wire import Connection
 
 from . import functions
 
@@ -290,3 +293,14 @@ def test_output_has_names_and_equal_lines_come_once(
     time.sleep(0.4)
     out = capfd.readouterr().out
     assert out.count("the same") == 1 and "[workers 1-3] the same" in out and "[worker 2] own 2" in out
+
+
+def test_a_host_that_has_ended_is_known_by_its_connection() -> None:
+    """So that a restart says so, and waits for none of its workers."""
+    ours, theirs = socket.socketpair()
+    node = Node(Connection(ours))
+    assert not node.is_gone()
+    theirs.close()
+    assert node.is_gone()
+    node.connection.close()
+    assert node.is_gone()

@@ -100,6 +100,12 @@ def test_no_session_listens_everywhere(host: object) -> None:
         Listener(host, 0, TOKEN, lambda *_: None)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("port", [99_999_999, -1, "80"])
+def test_ports_that_are_none(port: object) -> None:
+    with pytest.raises(ArgumentError, match="a session cannot listen there: found"):
+        Listener("127.0.0.1", port, TOKEN, lambda *_: None)  # type: ignore[arg-type]
+
+
 def test_short_tokens() -> None:
     with pytest.raises(ArgumentError, match="the token of a session is too short: found 3 characters"):
         handshake.token_of("abc")

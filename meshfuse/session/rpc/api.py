@@ -235,12 +235,19 @@ def _leave_store(agent: Agent) -> None:
         within(_LINGER, lambda: agent.members.await_leaving(_LINGER))
 
 
+def abandon(token: str) -> None:
+    """Be no peer any more of the group of a session that ends, if this process still is: its workers are gone."""
+    if _running() and calls().agent.token == token:
+        _end()
+
+
 @atexit.register
 def _end() -> None:
     if _running():
         part = calls()
         set_calls(None)
         part.agent.close()
+        part.table.stop()
 
 
 def rpc_sync(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float | None = None) -> Any:

@@ -18,6 +18,7 @@ from ..listener import log
 from ..messages import DONE
 from ..pickling import Tracked, dumps, loads
 from ..wire import Frame
+from . import futures
 from .agent import REQUEST, Agent, fail, failure_frame, raise_failure
 from .constants import UNSET_RPC_TIMEOUT
 from .contexts import Contexts, Message, Told, arrived, written
@@ -347,6 +348,7 @@ def set_calls(calls: Calls | None) -> None:
     """This process' part in a group; None when it has ended."""
     _calls[:] = [] if calls is None else [calls]
     set_peer(calls)
+    futures.install(calls is not None)
 
 
 def calls() -> Calls:

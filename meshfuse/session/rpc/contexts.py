@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from ...errors import ArgumentError, caller_line, shown, user_error
 from ..pickling import Tracked
+from .hooked import Engine, leaves_of
 
 Message = tuple[int, int]  # (rank of the sender, its number there)
 Edges = dict[Message, tuple[Message, ...]]
@@ -30,7 +31,8 @@ class Context:
 
     sent: by message the tensors that it carried from here. received: by message the leaves of those that came.
     edges: by message the messages that its tensors follow from, as far as this process has heard.
-    peers: other workers that take part. grads: of this process' leaves, by tensor.
+    peers: other workers that take part. grads: of this process' leaves, by tensor. engine: what has run their hooks,
+    and has gradients of its own, if some may have hooks.
     """
 
     number: int
@@ -40,12 +42,21 @@ class Context:
     peers: set[int] = field(default_factory=set)
     grads: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     passes: dict[Any, Any] = field(default_factory=dict)
+    engine: Engine | None = None
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def add_grad(self, leaf: torch.Tensor, grad: torch.Tensor) -> None:
         """Accumulate a leaf's gradient; not into its `.grad`, which other contexts would share."""
         with self.lock:
             self.grads[leaf] = added(self.grads[leaf], grad) if leaf in self.grads else grad
+
+    def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        """What has been accumulated, by leaf."""
+        with self.lock:
+            found = dict(self.grads)
+            received = {id(leaf) for leaves in self.received.values() for leaf in leaves}
+        found = with_engine(found, self.engine)
+        return {leaf: grad for leaf, grad in found.items() if id(leaf) not in received}
 
     def _context_id(self) -> int:
         return self.number
@@ -132,6 +143,14 @@ def added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
+def with_engine(grads: dict[torch.Tensor, torch.Tensor], engine: Engine | None) -> dict[torch.Tensor, torch.Tensor]:
+    """Gradients by leaf, and those that an engine has accumulated."""
+    found = dict(grads)
+    for leaf, grad in engine.grads().items() if engine is not None else ():
+        found[leaf] = added(found[leaf], grad) if leaf in found else grad
+    return found
+
+
 Told = tuple[Message, Edges]  # a message, and the edges that can be reached from it
 
 
@@ -174,25 +193,3 @@ def reachable(
             found[message] = edges[message]
             waiting += edges[message]
     return found
-
-
-def leaves_of(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The leaves that tensors follow from, each once."""
-    seen: set[Any] = set()
-    waiting: list[Any] = []
-    for tensor in tensors:
-        if tensor.grad_fn is not None:
-            waiting.append(tensor.grad_fn)
-        elif tensor.requires_grad and id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield tensor
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in seen:
-            seen.add(id(leaf))
-            yield leaf
-        waiting += [before for before, _ in node.next_functions if before is not None]
