@@ -1,0 +1,127 @@
+"""A modelled run of a step on all ranks of a mesh, as a value: what it takes, what ranks wait for, and its page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import caller_line
+from ...number_text import duration, number
+from ...report.shown_page import ShownPage, show_text
+from .page_of_step import page_of_step
+from .schedule import Schedule, Timed
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """When gradients are summed over ranks, after the last micro-batch."""
+
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What each rank at one place of the pipeline's axis does in a step.
+
+    busy: seconds in programs. exposed: seconds of those in which a rank waits for a communication inside of a stage.
+    flops: operations of a rank, on average. memory: the most bytes that it holds.
+    """
+
+    stages: tuple[int, ...]
+    sums: Sums
+    busy: float
+    exposed: float
+    flops: float
+    memory: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedStep:
+    """A modelled run of a step of forward and backward on all ranks; `print` shows it, `show` makes a page of it.
+
+    axes: of the mesh, with their sizes. pipeline_axis: "" where there is one stage.
+    timed: by place on the pipeline's axis its actions in time. rows: what ranks there do and hold.
+    flops: a rank's operations per second.
+    programs: how many programs were made and verified; in_all: for how many of ranks they stand.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    pipeline_axis: str
+    schedule: Schedule
+    timed: tuple[tuple[Timed, ...], ...]
+    rows: tuple[Row, ...]
+    flops: float
+    programs: int
+    in_all: int
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        found = 1
+        for _, size in self.axes:
+            found *= size
+        return found
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, until the last rank has ended."""
+        return max(row.sums.end for row in self.rows)
+
+    @property
+    def bubble(self) -> float:
+        """The part of the step in which a rank has nothing to do, over all ranks: it waits for another stage."""
+        return 1 - sum(row.busy for row in self.rows) / (self.seconds * len(self.rows))
+
+    @property
+    def exposed(self) -> float:
+        """The part of the step in which a rank waits for a communication inside of its stage, over all ranks."""
+        return sum(row.exposed for row in self.rows) / (self.seconds * len(self.rows))
+
+    @property
+    def peak(self) -> float:
+        """The expected share of ranks' peak operations per second; what is computed again counts as well."""
+        return sum(row.flops for row in self.rows) / (self.seconds * self.flops * len(self.rows))
+
+    @property
+    def memory(self) -> float:
+        """The most bytes that a rank holds."""
+        return max(row.memory for row in self.rows)
+
+    def show(self, path: Any = None) -> ShownPage:
+        """One page, for a browser: the timeline of all stages, bubble, exposed communication, memory and peak share."""
+        return show_text(page_of_step(self), path, caller_line())
+
+    def __str__(self) -> str:
+        mesh = " x ".join(f"{name} {number(size)}" for name, size in self.axes)
+        return "\n".join([
+            f"{number(self.ranks)} ranks ({mesh}): {number(self.programs)} programs verified, for "
+            f"{number(self.in_all)} of ranks",
+            f"{self.schedule.name}: {self.schedule.stages} stages, {self.schedule.microbatches} micro-batches",
+            f"a step takes {duration(self.seconds)}: {self.bubble:.1%} bubble, {self.exposed:.1%} exposed "
+            f"communication, {self.peak:.1%} of peak operations",
+            *_rows(self.rows, self.seconds),
+        ])  # fmt: skip
+
+    def _repr_html_(self) -> str:
+        return page_of_step(self)
+
+
+def _rows(rows: Sequence[Row], seconds: float) -> list[str]:
+    """A line for each row of ranks, equal neighbours in one."""
+    lines = [_line(row, seconds) for row in rows]
+    found, start = list[str](), 0
+    for end in range(1, len(lines) + 1):
+        if end == len(lines) or lines[end] != lines[start]:
+            name = f"{start}" if end - start == 1 else f"{start} to {end - 1}"
+            found.append(f"ranks at {name}: {lines[start]}")
+            start = end
+    return found
+
+
+def _line(row: Row, seconds: float) -> str:
+    return (
+        f"{1 - row.busy / seconds:.0%} idle, {row.exposed / seconds:.0%} exposed communication, "
+        f"{row.memory / 1e9:,.1f} GB"
+    )
