@@ -10,7 +10,8 @@ of a dim, and with whom it exchanges. Where a layout cuts a dim evenly all ranks
 ranks of a sub-axis relates each of them to the others by their digits' differences alone: blocks of equal size, one
 from and for each. So axes are alike but for those of uneven dims, of windows, rings and transfers, in which ranks have
 neighbours, of exchanges of unequal pieces, and of rows that are routed. That is checked on programs as well: those of
-the first and of the last coordinate of each axis must be equal up to the move, else its ranks are told apart.
+the first and of the last coordinate of each axis must be equal up to the move, for the first and for the last class,
+else ranks along the axis are told apart.
 
 Why it is enough to verify one program of each class, with groups in place of their members. A group of a program must
 be U x N: U the coordinates that some digits of alike axes run through, N some coordinates along the others. A move of
@@ -146,7 +147,8 @@ class RankClasses:
             found.update(a for call in calls if not self.moves(call) for a in self._runs_along(call.group))
         if found:
             return found
-        for rank, axis in itertools.product(self.representatives, self.alike):
+        ends = dict.fromkeys((self.representatives[0], self.representatives[-1]))
+        for rank, axis in itertools.product(ends, self.alike):
             if self.shape_of(rank, program(rank)) != self.shape_of(last := self._at_end(rank, axis), program(last)):
                 found.add(axis)
         return found
@@ -215,7 +217,7 @@ def _apart(segmented: SegmentedDefinition) -> Iterator[str]:
     for step, shape in {(s.step, resharded.graph.shape(resharded.values[s.source].tensor))
                         for s in resharded.statements if isinstance(s, Reshard)}:  # fmt: skip
         if not _is_regular(step, shape):
-            yield from (*_axes(step.src), *_axes(step.dst), *(s.axis for s in step.axes if s.axis))
+            yield from _related(step)
     for part in segmented.parts:
         if isinstance(part, ChunkLoop):
             yield from (a for s in part.statements if isinstance(s, Reshard) for x in s.step.axes if (a := x.axis))
@@ -232,6 +234,20 @@ def _uneven(sharding: Sharding, shape: Sequence[int]) -> Iterator[str]:
 def _axes(sharding: Sharding) -> Iterator[str]:
     splits = (*itertools.chain(*sharding.dims), *sharding.partial)
     yield from (split.axis for split in splits if split.axis in sharding.mesh.names and split.axis)
+
+
+def _related(step: Step) -> Iterator[str]:
+    """The axes whose digits say what ranks exchange in a step of unequal pieces.
+
+    Where pieces are exchanged within a group, digits of other dims, which lie alike before and after, are equal in all
+    of it.
+    """
+    if step.kind in (StepKind.EXCHANGE, StepKind.ALL_TO_ALL) and step.window is None and step.only is None:
+        changed = [pair for pair in zip(step.src.dims, step.dst.dims, strict=True) if pair[0] != pair[1]]
+        splits = itertools.chain(*itertools.chain(*changed), step.axes)
+        yield from (split.axis for split in splits if split.axis in step.src.mesh.names and split.axis)
+        return
+    yield from (*_axes(step.src), *_axes(step.dst), *(split.axis for split in step.axes if split.axis))
 
 
 def _is_regular(step: Step, shape: tuple[int, ...]) -> bool:

@@ -8,6 +8,7 @@ if tensors cross borders to neighbours alone, and what each stage sends is what 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -52,7 +53,7 @@ def few_stages(module: nn.Module, assignment: Assignment, plan: ModulePlan) -> F
     if stages < 4 or not {*assignment.cuts} <= {*names}:
         return all_stages(assignment)
     starts = [0, *map(names.index, assignment.cuts), len(names)]
-    rows = [names[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+    rows = [names[a:b] for a, b in itertools.pairwise(starts)]
     firsts: dict[Hashable, int] = {}
     of = [stage if stage in (0, stages - 1) else firsts.setdefault(tuple(kinds[name] for name in row), stage)
           for stage, row in enumerate(rows)]  # fmt: skip
@@ -79,7 +80,7 @@ def fit(few: FewStages, found: Sequence[Borders]) -> bool:
         return True
     if any(abs(t - c.source) != 1 for borders in found for c in borders.sent for t in c.targets):
         return False
-    pairs = list(zip(few.stands, few.stands[1:], strict=False))
+    pairs = itertools.pairwise(few.stands)
     return all(
         [_type(c) for c in found[a].given(back=False)] == [_type(c) for c in found[b].taken(back=False)]
         and [_type(c) for c in found[b].given(back=True)] == [_type(c) for c in found[a].taken(back=True)]
