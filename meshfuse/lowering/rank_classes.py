@@ -237,17 +237,20 @@ def _axes(sharding: Sharding) -> Iterator[str]:
 
 
 def _related(step: Step) -> Iterator[str]:
-    """The axes whose digits say what ranks exchange in a step of unequal pieces.
+    """The axes whose digits say what ranks exchange in a step of unequal pieces, or with neighbours.
 
-    Where pieces are exchanged within a group, digits of other dims, which lie alike before and after, are equal in all
-    of it.
+    Ranks of a group differ along the axes of the step alone. What one of them needs of another follows from these
+    digits, and from those that the same dims are cut by; of all other dims they have the same before and after.
     """
-    if step.kind in (StepKind.EXCHANGE, StepKind.ALL_TO_ALL) and step.window is None and step.only is None:
-        changed = [pair for pair in zip(step.src.dims, step.dst.dims, strict=True) if pair[0] != pair[1]]
-        splits = itertools.chain(*itertools.chain(*changed), step.axes)
-        yield from (split.axis for split in splits if split.axis in step.src.mesh.names and split.axis)
+    if step.kind is StepKind.TRANSFER or len(step.src.dims) != len(step.dst.dims):
+        yield from (*_axes(step.src), *_axes(step.dst))
         return
-    yield from (*_axes(step.src), *_axes(step.dst), *(split.axis for split in step.axes if split.axis))
+    splits = [*step.axes]
+    for dim, (before, after) in enumerate(zip(step.src.dims, step.dst.dims, strict=True)):
+        moved = step.window is not None and step.window.changes(dim)
+        if before != after or moved or (step.only is not None and step.only[0] == dim):
+            splits += (*before, *after)
+    yield from (split.axis for split in splits if split.axis in step.src.mesh.names and split.axis)
 
 
 def _is_regular(step: Step, shape: tuple[int, ...]) -> bool:
