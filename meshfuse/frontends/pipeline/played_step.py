@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import caller_line
+from ...errors import ArgumentError, caller_line, shown, user_error
 from ...number_text import duration, number
+from ...report.failures import Job, PlayedFailures, play_failures
 from ...report.shown_page import ShownPage, show_text
 from .page_of_step import page_of_step
 from .schedule import Schedule, Timed
+
+# Parts of the best interval between checkpoints that are compared with it.
+_AROUND = (0.25, 0.5, 1, 2, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +64,7 @@ class PlayedStep:
     @property
     def ranks(self) -> int:
         """How many ranks there are."""
-        found = 1
-        for _, size in self.axes:
-            found *= size
-        return found
+        return math.prod(size for _, size in self.axes)
 
     @property
     def seconds(self) -> float:
@@ -92,6 +94,28 @@ class PlayedStep:
     def show(self, path: Any = None) -> ShownPage:
         """One page, for a browser: the timeline of all stages, bubble, exposed communication, memory and peak share."""
         return show_text(page_of_step(self), path, caller_line())
+
+    def failures(
+        self, mtbf: float, *, checkpoint: float, restart: float, ranks_per_host: int = 8,
+        every: Sequence[float] | None = None, days: float = 1000, seed: int = 0,
+    ) -> PlayedFailures:  # fmt: skip
+        """Failures of hosts, and restarts from the last checkpoint, played: lost work per day over its interval.
+
+        mtbf: seconds after which one host fails, on average. checkpoint: seconds for which writing one stops the job.
+        restart: seconds from a failure until the job goes on.
+        every: steps between checkpoints to compare; None for some around the best by Daly's estimate.
+
+        Raises ArgumentError for numbers that are not positive.
+        """
+        line = caller_line()
+        given = [("mtbf", mtbf), ("checkpoint", checkpoint), ("restart", restart), ("ranks_per_host", ranks_per_host),
+                 ("days", days), *(("every", steps) for steps in every or ())]  # fmt: skip
+        for name, value in given:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise user_error(f"failures: {name}", shown(value), "a positive number", "", line, ArgumentError)
+        job = Job(-(-self.ranks // ranks_per_host), mtbf, checkpoint, restart)
+        steps = [max(round(job.best_interval * k / self.seconds), 1) for k in _AROUND] if every is None else every
+        return play_failures(job, [n * self.seconds for n in dict.fromkeys(steps)], days, seed)
 
     def __str__(self) -> str:
         mesh = " x ".join(f"{name} {number(size)}" for name, size in self.axes)
