@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ...html_text import escaped
 from ...number_text import duration, number
 from .schedule import KINDS, Timed
-
-if TYPE_CHECKING:
-    from .played_step import PlayedStep, Row
+from .step_figures import Row, StepFigures
 
 _WIDTH, _HEIGHT, _LEFT = 1200, 18, 60  # Of the timeline, of a row of it, and of the rows' names; pixels.
 _COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#b8b33c"}
@@ -22,7 +19,7 @@ table{border-collapse:collapse;font-size:13px}td,th{padding:3px 12px;text-align:
 _HEADS = ("ranks at", "stages", "busy", "bubble", "exposed communication", "memory", "share of peak")
 
 
-def page_of_step(step: PlayedStep) -> str:
+def page_of_step(step: StepFigures) -> str:
     """The page, which works offline and without scripts."""
     title = " x ".join(f"{name} {number(size)}" for name, size in step.axes)
     return (
@@ -37,7 +34,7 @@ def page_of_step(step: PlayedStep) -> str:
     )
 
 
-def _summary(step: PlayedStep) -> str:
+def _summary(step: StepFigures) -> str:
     facts = (
         (duration(step.seconds), "a step"), (f"{step.bubble:.1%}", "bubble"),
         (f"{step.exposed:.1%}", "exposed communication"), (f"{step.peak:.1%}", "of peak operations"),
@@ -57,7 +54,7 @@ def _key() -> str:
     return f'<p class="key">{entries}; odd micro-batches are lighter</p>'
 
 
-def _timeline(step: PlayedStep) -> str:
+def _timeline(step: StepFigures) -> str:
     scale = (_WIDTH - _LEFT) / step.seconds
     rows = "".join(_lane(place, timed, row, scale)
                    for place, (timed, row) in enumerate(zip(step.timed, step.rows, strict=True)))  # fmt: skip
@@ -91,13 +88,13 @@ def _bar(begin: float, seconds: float, y: int, scale: float, colour: str, opacit
     )
 
 
-def _table(step: PlayedStep) -> str:
+def _table(step: StepFigures) -> str:
     head = "".join(f"<th>{name}</th>" for name in _HEADS)
     rows = "".join(_table_row(place, row, step) for place, row in enumerate(step.rows))
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
-def _table_row(place: int, row: Row, step: PlayedStep) -> str:
+def _table_row(place: int, row: Row, step: StepFigures) -> str:
     seconds = step.seconds
     cells = (
         str(place), ", ".join(map(str, row.stages)), duration(row.busy), f"{1 - row.busy / seconds:.1%}",

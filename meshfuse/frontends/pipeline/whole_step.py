@@ -14,9 +14,10 @@ from ..steps import Half
 from .assignment import Assignment
 from .borders import Crossing
 from .costs import local_bytes, stages_held, state_bytes
-from .played_step import PlayedStep, Row, Sums
+from .played_step import PlayedStep
 from .program import StageProgram, sharding_of
 from .schedule import FORWARD, OF_WEIGHTS, Action, Schedule, Timed
+from .step_figures import Row, Sums
 from .stepping import Planned
 
 
