@@ -27,9 +27,11 @@ from .definition.recording import Recording
 from .errors import caller_line, shown, user_error
 from .gc_pause import no_collection
 from .graph import Graph, specialize
-from .host_ir import HostProgram, digest_of, lower_to_host_ir, verify, verify_together
+from .host_ir import ChannelOf, HostProgram, digest_of, lower_to_host_ir, verify, verify_together
 from .long_work import saying
+from .lowering.instructions import call_channel
 from .lowering.pipeline_chunks import pipeline_chunks
+from .lowering.rank_classes import RankClasses, rank_classes
 from .lowering.schedule import IN_FLIGHT
 from .lowering.segments import SegmentedDefinition, segment
 from .mesh import DeviceMesh
@@ -80,6 +82,7 @@ class CompiledProgram:
     in_flight: int
     taken_from: Graph | None = None
     _programs: dict[int, HostProgram] = field(default_factory=dict, repr=False)
+    _classes: dict[str, RankClasses | None] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
         ops, ranks = len(self.graph.nodes), len(self.ranks)
@@ -103,8 +106,22 @@ class CompiledProgram:
         return self._programs[number]
 
     def verify(self) -> None:
-        """Check all ranks' programs against each other."""
-        verify_together([self.host_program(rank) for rank in self.ranks])
+        """Check all ranks' programs against each other, by classes of ranks that do the same."""
+        programs, channel = self.programs_of_classes()
+        verify_together(programs, channel)
+
+    def programs_of_classes(self) -> tuple[list[HostProgram], ChannelOf]:
+        """A program for each class of ranks that do the same, and the channels that its calls stand for."""
+        found = self.rank_classes()
+        if found is None:
+            return [self.host_program(rank) for rank in self.ranks], call_channel
+        return [self.host_program(rank) for rank in found.representatives], found.channel
+
+    def rank_classes(self) -> RankClasses | None:
+        """Which ranks do the same; None where all are told apart."""
+        if "ranks" not in self._classes:
+            self._classes["ranks"] = rank_classes(self.segmented, lambda rank: self.host_program(rank).instructions)
+        return self._classes["ranks"]
 
     @property
     def seconds(self) -> float:

@@ -31,7 +31,7 @@ from .executor.graphs import Captured, check_capturable, check_groups, watched
 from .executor.segments import Segments
 from .executor.simulate import SimulatedProgram, Simulation
 from .executor.spmd import RankProgram, check_same_arguments, check_world, named_ranks, scalar_lines
-from .host_ir import HostProgram
+from .host_ir import HostProgram, verify_together
 from .kernels import in_stride_order
 from .lowering.segments import Segment
 from .mesh import DeviceMesh
@@ -156,7 +156,7 @@ class Execution:
                 given, check_global_shapes(self.recording, given, line), DeviceMesh([0]), line
             )
             programs = [compiled.host_program(rank) for rank in compiled.ranks]
-            compiled.verify()
+            verify_together(programs)  # All of them are there: no need to tell classes of ranks.
             simulation = Simulation(programs, given.device, compiled.segmented, name, check_streams)
             self.simulated[key] = SimulatedProgram(compiled, simulation)
         made = self.programs.last_run = self.simulated[key]

@@ -17,6 +17,7 @@ from .lowering.buffer_checker import BufferChecker
 from .lowering.effects import Effects, effects, mentioned
 from .lowering.instructions import (
     CallKey,
+    Channel,
     Collective,
     Communication,
     CommunicationCall,
@@ -34,6 +35,8 @@ from .lowering.rank_lowering import RankLowering
 from .lowering.schedule import IN_FLIGHT
 from .lowering.segments import SegmentedDefinition
 from .ops.values import TensorRef
+
+ChannelOf = Callable[[int, CommunicationCall], Channel]
 
 # Names of values, work and kernels, which programs number throughout.
 _NUMBERED = re.compile(r"\b(v|w|segment_)\d+")
@@ -225,45 +228,52 @@ def _verify_names(instruction: Instruction, found: Effects, alive: set[str]) -> 
     alive.update(found.makes)
 
 
-def verify_together(programs: Sequence[HostProgram]) -> None:
+def verify_together(programs: Sequence[HostProgram], channel: ChannelOf = call_channel) -> None:
     """Check that all ranks agree on the order of their communications, within every group and across groups.
 
     The ranks of a group issue the same collectives in the same order, with equal sizes. Every message is received.
     There is no deadlock, even if every communication waits for all ranks that take part.
+
+    channel: for programs that stand for classes of ranks, `RankClasses.channel`; then all of their ranks are checked.
     """
-    orders: dict[tuple[int, ...], tuple[int, list[tuple[object, ...]]]] = {}
-    sent: dict[tuple[int, int], list[tuple[int, str]]] = {}
-    received: dict[tuple[int, int], list[tuple[int, str]]] = {}
+    orders: dict[object, tuple[int, list[tuple[object, ...]]]] = {}
+    sent: dict[object, list[tuple[int, str]]] = {}
+    received: dict[object, list[tuple[int, str]]] = {}
     assert len({p.digest for p in programs}) == 1
     for program in programs:
-        for group, order in _collective_orders(program).items():
+        for group, (_, order) in _collective_orders(program, channel).items():
             first = orders.setdefault(group, (program.rank, order))
             assert first[1] == order, f"ranks {first[0]} and {program.rank} differ in group {group}"
         for message in (i for i in program.instructions if isinstance(i, SendRecv)):
-            ends = message.ends(program.rank)
-            (sent if message.kind == "send" else received).setdefault(ends, []).append(message.payload)
+            key = channel(program.rank, message).key
+            (sent if message.kind == "send" else received).setdefault(key, []).append(message.payload)
     assert sent == received, "a message is sent and not received, or the other way round"
-    _verify_members(orders, programs)
-    _verify_no_deadlock(programs)
+    _verify_members(programs, channel)
+    _verify_no_deadlock(programs, channel)
 
 
-def _collective_orders(program: HostProgram) -> dict[tuple[int, ...], list[tuple[object, ...]]]:
-    orders: dict[tuple[int, ...], list[tuple[object, ...]]] = {}
+def _collective_orders(
+    program: HostProgram, channel: ChannelOf
+) -> dict[object, tuple[tuple[int, ...], list[tuple[object, ...]]]]:
+    """By group its ranks, and what is issued in it in order."""
+    orders: dict[object, tuple[tuple[int, ...], list[tuple[object, ...]]]] = {}
     for instruction in program.instructions:
         if isinstance(instruction, Collective):
+            key, members = channel(program.rank, instruction)
             count, dtype = instruction.payload
             agreed = () if instruction.kind == "all_to_all" else (count,)
-            orders.setdefault(instruction.group, []).append((instruction.kind, instruction.work, dtype, *agreed))
+            _, order = orders.setdefault(key, (members, []))
+            order.append((instruction.kind, instruction.work, dtype, *agreed))
     return orders
 
 
-def _verify_members(orders: Mapping[tuple[int, ...], object], programs: Sequence[HostProgram]) -> None:
-    groups_of = {program.rank: set(_collective_orders(program)) for program in programs}
-    for group in orders:
-        assert all(group in groups_of.get(rank, ()) for rank in group), f"a rank is missing in {group}"
+def _verify_members(programs: Sequence[HostProgram], channel: ChannelOf) -> None:
+    groups_of = {program.rank: _collective_orders(program, channel) for program in programs}
+    for group, members in {group: found[0] for all_ in groups_of.values() for group, found in all_.items()}.items():
+        assert all(group in groups_of.get(rank, ()) for rank in members), f"a rank is missing in {group}"
 
 
-def _call_keys(program: HostProgram) -> list[tuple[CallKey, int]]:
+def _call_keys(program: HostProgram, channel: ChannelOf) -> list[tuple[CallKey, int]]:
     """The communications of a rank in order, and how many ranks take part in each.
 
     Before the first message in a group all of its ranks connect; that counts as a communication.
@@ -273,18 +283,18 @@ def _call_keys(program: HostProgram) -> list[tuple[CallKey, int]]:
     found: list[tuple[CallKey, int]] = []
     for i in program.instructions:
         if isinstance(i, CommunicationCall):
-            place, size = call_channel(program.rank, i)
+            key, members = channel(program.rank, i)
             if i.group not in known and isinstance(i, SendRecv):
                 found.append(((("connecting", i.group), 1), len(i.group)))
             known.add(i.group)
-            numbers[place] += 1
-            found.append(((place, numbers[place]), size))
+            numbers[key] += 1
+            found.append(((key, numbers[key]), len(members)))
     return found
 
 
-def _verify_no_deadlock(programs: Sequence[HostProgram]) -> None:
+def _verify_no_deadlock(programs: Sequence[HostProgram], channel: ChannelOf) -> None:
     """Play all programs, with every communication waiting for all its ranks: all programs must reach their ends."""
-    left = {program.rank: _call_keys(program)[::-1] for program in programs}
+    left = {program.rank: _call_keys(program, channel)[::-1] for program in programs}
     waiting: dict[object, list[int]] = {}
     moving = [program.rank for program in programs]
     while moving:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..backends.assignment import requested
 from ..definition.checks import checked_mesh
-from ..errors import SourceLine, caller_line, line_in_script, located, shown, user_error
+from ..errors import ArgumentError, SourceLine, caller_line, line_in_script, located, shown, user_error
 from ..report.bill import Bill, bill_of
 from ..report.memory import modelled_memory
 from ..report.shown_page import ShownPage, show_page
@@ -43,6 +43,7 @@ from .pipeline.clipping import clip_grad_norm
 from .pipeline.door import StepOptions, Stepper
 from .pipeline.elsewhere import Elsewhere, take_out
 from .pipeline.options import Pipeline
+from .pipeline.played_step import PlayedStep
 from .pipeline.schedule import Schedule
 from .pipeline.with_loss import TARGET
 from .placing import Places, check_same_weights, check_world, connect_again, place_mesh_of, place_parameters
@@ -187,6 +188,20 @@ class ParallelModule(nn.Module):
         rank has failed.
         """
         return _stepper_of(self).step(args, kwargs, caller_line())
+
+    def play(self, *args: Any, states: float = 2, **kwargs: Any) -> PlayedStep:
+        """A modelled run of `step` on all ranks of the mesh, and what it takes; nothing is computed.
+
+        The arguments are those of `step` for the whole batch, of which shapes and types are read; they and the model
+        may be on meta. Programs of stages and ranks that do the same are made and verified once. states: how many
+        tensors of a weight's size the optimiser keeps. Raises ArgumentError in a job of several ranks, and as `step`.
+        """
+        line = caller_line()
+        if (size := World.current().size) > 1:
+            raise user_error("play", f"a job of {size} ranks", "one process: ranks are simulated",
+                             "Play the step without a launcher.", line, ArgumentError)  # fmt: skip
+        with located(line):
+            return _stepper_of(self).whole_step(args, kwargs, line).played(states)
 
     def shard_inputs(self, **whole: torch.Tensor) -> dict[str, torch.Tensor]:
         """Of whole arguments what this rank passes, by name, as `inputs` or the plan say; all of it without a launcher.

@@ -179,6 +179,7 @@ class _Reader:
         self._taken = {*fsdp, *axes_in(inputs.values())}
         self._modules = dict(module.named_modules())
         self._names = _names_of(module)
+        self._known = {id(tensor): name for name, tensor in module.named_parameters()}
         self.specs: dict[str, Spec] = {}
         self.outputs: dict[str, Spec] = {}
         self.tensor_axis: str | None = None
@@ -227,7 +228,7 @@ class _Reader:
         self.specs[kept] = spec if kept not in self.specs or not _is_whole(spec) else self.specs[kept]
 
     def _known_as(self, tensor: nn.Parameter) -> str:
-        return next(name for name, other in self.module.named_parameters() if other is tensor)
+        return self._known[id(tensor)]
 
     def _spec(self, name: str, tensor: nn.Parameter, value: Any, pattern: str) -> Spec:
         ndim, is_bias = tensor.ndim, name.rpartition(".")[2] == "bias"

@@ -25,16 +25,18 @@ class TracedDefinition(FusionDefinition):
 
     at: the line that ops get from now on.
     takes_over: whether it takes over the plan of a definition that differs in sizes alone, however much they differ.
+    max_wire: as of `FusionDefinition`; infinity for no warnings.
     """
 
     at: SourceLine
     _seed: int
 
     def __init__(
-        self, *, max_memory: float | None = None, search: str | None = None, takes_over: bool = False
+        self, *, max_memory: float | None = None, search: str | None = None, takes_over: bool = False,
+        max_wire: float | None = None,
     ) -> None:  # fmt: skip
         self.at, self._seed = SourceLine("", 0), 0
-        super().__init__(0, max_memory=max_memory, search=search)
+        super().__init__(0, max_memory=max_memory, search=search, max_wire=max_wire)
         self._programs.near = math.inf if takes_over else 1.0
 
     def seed_with(self, seed: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..dtypes import DataType
 from ..errors import SourceLine
@@ -255,14 +255,19 @@ CommunicationCall = Collective | SendRecv
 CallKey = tuple[object, int]
 
 
-def call_channel(rank: int, call: CommunicationCall) -> tuple[object, int]:
-    """The channel of a call, and how many ranks take part: the n-th calls of all ranks in a channel belong together.
+class Channel(NamedTuple):
+    """The collectives of a group, or the messages from one rank to another: n-th calls of its members are one."""
 
-    A channel is the collectives of a group, or the messages from one rank to another.
-    """
+    key: object
+    members: tuple[int, ...]
+
+
+def call_channel(rank: int, call: CommunicationCall) -> Channel:
+    """The channel of a call, rank by rank."""
     if isinstance(call, Collective):
-        return call.group, len(call.group)
-    return (call.group, call.ends(rank)), 2
+        return Channel(call.group, call.group)
+    ends = call.ends(rank)
+    return Channel((call.group, ends), ends)
 
 
 @dataclass(frozen=True, slots=True)

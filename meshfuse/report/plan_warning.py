@@ -52,7 +52,7 @@ def bound(name: str, given: Any, line: SourceLine | None = None) -> float | None
 def watch(compiled: CompiledProgram, max_wire: float | None, line: SourceLine) -> None:
     """Warn (PlanWarning, at the user's line) of a plan over its bound, or one that another annotation would halve."""
     reshards = compiled.resharded.collectives
-    if not reshards or (max_wire is None and not _notable(compiled, reshards)):
+    if not reshards or max_wire == math.inf or (max_wire is None and not _notable(compiled, reshards)):
         return
     now = total(compiled.resharded)
     if max_wire is not None and now.wire <= max_wire:

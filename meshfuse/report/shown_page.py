@@ -43,7 +43,11 @@ def show_page(
 
     A browser opens where there is a terminal and no path.
     """
-    text = page(programs, file_name(line.file), alternatives, names)
+    return show_text(page(programs, file_name(line.file), alternatives, names), path, line)
+
+
+def show_text(text: str, path: Any, line: SourceLine) -> ShownPage:
+    """A page's text, in a file or a notebook as `show_page`."""
     if path is not None:
         return _written(text, path, line)
     if "ipykernel" in sys.modules:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..executor.spans import RankTime, Span, SpanKind, call_name, hidden_share, microseconds, rank_text
-from ..host_ir import HostProgram
+from ..host_ir import ChannelOf, HostProgram
 from ..lowering.durations import CostModel, axis_names, directions
 from ..lowering.instructions import CallKey, CommunicationCall, Instruction, Launch, Wait, call_channel
 
@@ -50,12 +50,15 @@ def timeline(
     model: CostModel | None = None,
     overlapped: bool = True,
     traced: Sequence[int] = (),
+    channel: ChannelOf = call_channel,
 ) -> Timeline:
     """Play the programs of all ranks. Without `overlapped` every communication is waited for at once.
 
-    `traced` are the ranks whose spans are kept. Raises AssertionError where ranks wait for each other in a circle.
+    `traced` are the ranks whose spans are kept. With the `channel` of classes (`CompiledProgram.programs_of_classes`)
+    a rank stands for all of its class, which are at the same place at the same time. Raises AssertionError where ranks
+    wait for each other in a circle.
     """
-    return _Play(programs, model or CostModel(), overlapped, set(traced)).run()
+    return _Play(programs, model or CostModel(), overlapped, set(traced), channel).run()
 
 
 @dataclass(slots=True)
@@ -84,8 +87,10 @@ class _Play:
     `ends` when it ends, `sleeping` the ranks that wait for it.
     """
 
-    def __init__(self, programs: Sequence[HostProgram], model: CostModel, overlapped: bool, traced: set[int]):
-        self.model, self.overlapped, self.traced = model, overlapped, traced
+    def __init__(
+        self, programs: Sequence[HostProgram], model: CostModel, overlapped: bool, traced: set[int], channel: ChannelOf
+    ) -> None:  # fmt: skip
+        self.channel, self.model, self.overlapped, self.traced = channel, model, overlapped, traced
         self.ranks = {p.rank: _PlayedRank(p.rank, list(_played(p, overlapped))[::-1]) for p in programs}
         self.arrived: dict[CallKey, list[tuple[_PlayedRank, CommunicationCall, float]]] = {}
         self.ends: dict[CallKey, float] = {}
@@ -130,13 +135,13 @@ class _Play:
         return woken
 
     def _issue(self, rank: _PlayedRank, call: CommunicationCall) -> list[_PlayedRank]:
-        place, size = call_channel(rank.number, call)
+        place, members = self.channel(rank.number, call)
         rank.numbers[place] += 1
         meeting = rank.meetings[call.work] = (place, rank.numbers[place])
         rank.names[call.work] = call_name(call.kind, call.about.tensor, call.work)
         there = self.arrived.setdefault(meeting, [])
         there.append((rank, call, rank.clock))
-        if len(there) < size:
+        if len(there) < len(members):
             return []
         self._complete(meeting, self.arrived.pop(meeting))
         return self.sleeping.pop(meeting, [])

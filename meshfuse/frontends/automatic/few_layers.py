@@ -32,8 +32,8 @@ class FewLayers:
     @classmethod
     def of(cls, module: nn.Module) -> FewLayers:
         """The layers of a module's longest list; of those of a kind the first, the second and the last one stand."""
-        names = longest_list(module)
-        return cls(tuple(names), tuple(_stands(_kinds([module.get_submodule(name) for name in names]))))
+        kinds = layer_kinds(module)
+        return cls(tuple(kinds), tuple(_stands([*kinds.values()])))
 
     def all(self) -> FewLayers:
         """The same layers, each for itself."""
@@ -71,6 +71,12 @@ class FewLayers:
         for name, i in zip(self.names, self.stands, strict=True):
             made |= {name + n.removeprefix(self.names[i]): value for n, value in inside[i]}
         return made
+
+
+def layer_kinds(module: nn.Module) -> dict[str, Hashable]:
+    """By full name of a layer of a module's longest list what tells it apart: layers of a kind compute alike."""
+    names = longest_list(module)
+    return dict(zip(names, _kinds([module.get_submodule(name) for name in names]), strict=True))
 
 
 def _stands(kinds: Sequence[Hashable]) -> Iterator[int]:

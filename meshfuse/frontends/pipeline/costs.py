@@ -36,7 +36,7 @@ def _sends(assignment: Assignment, program: StageProgram, stage: int, line: Sour
     """Sends to stages on other ranks."""
     schedule, mesh = assignment.schedule, assignment.mesh
     for crossing in program.stage.sent:
-        local = _local_bytes(crossing, program)
+        local = local_bytes(crossing, program)
         for target in crossing.targets:
             if schedule.rank_of(target) != schedule.rank_of(stage):
                 seconds = mesh.link((assignment.axis,)).seconds(1, local)
@@ -46,7 +46,8 @@ def _sends(assignment: Assignment, program: StageProgram, stage: int, line: Sour
                 )  # fmt: skip
 
 
-def _local_bytes(crossing: Crossing, program: StageProgram) -> int:
+def local_bytes(crossing: Crossing, program: StageProgram) -> int:
+    """What a rank sends of a tensor that crosses a border."""
     sharding = sharding_of(crossing, program.specs, program.mesh)
     return sharding.max_local_numel(crossing.shape) * crossing.dtype.itemsize
 
@@ -97,7 +98,15 @@ class StageHeld:
 
 def stages_held(assignment: Assignment, last: Sequence[Planned]) -> list[StageHeld]:
     """What ranks hold for their stages here."""
-    return [_held(assignment, last[0].programs[stage], stage, len(last)) for stage in assignment.stages_here()]
+    schedule, known, found = assignment.schedule, dict[int, StageHeld](), list[StageHeld]()
+    for stage in assignment.stages_here():
+        program = last[0].programs[stage]
+        key = id(program.step)  # Stages that do the same have one.
+        if key not in known:
+            known[key] = _held(assignment, program, stage, len(last))
+        flight = schedule.in_flight(schedule.rank_of(stage), stage)
+        found.append(replace(known[key], stage=stage, at_once=flight))
+    return found
 
 
 def _held(assignment: Assignment, program: StageProgram, stage: int, microbatches: int) -> StageHeld:
@@ -108,7 +117,7 @@ def _held(assignment: Assignment, program: StageProgram, stage: int, microbatche
     inputs = {source: n for _, other in halves for source, n in _input_bytes(other).items()}
     others = sum(n for source, n in inputs.items() if source.kind == "parameter" and source not in half.inputs)
     sums = sum(_gradient_bytes(program)) if microbatches > 1 else 0
-    moves = [_local_bytes(c, program) for c in (*program.stage.taken(back=False), *program.stage.given(back=False))]
+    moves = [local_bytes(c, program) for c in (*program.stage.taken(back=False), *program.stage.given(back=False))]
     return StageHeld(stage, _kept_bytes(program), flight, sums, largest, others, 2 * sum(moves))
 
 
@@ -117,6 +126,12 @@ def _input_bytes(half: Half) -> dict[Source, int]:
     graph, shardings = compiled.graph, compiled.planned.shardings
     return {source: shard_bytes(shardings[i], graph.tensors[i].type)
             for source, i in zip(half.inputs, graph.input_tensors, strict=True)}  # fmt: skip
+
+
+def state_bytes(program: StageProgram, states: float) -> float:
+    """What an optimiser keeps of a stage's weights on a rank: so many tensors of each weight's size."""
+    inputs = {source: n for half in program.step.halves for source, n in _input_bytes(half).items()}
+    return states * sum(n for source, n in inputs.items() if source.kind == "parameter")
 
 
 def _gradient_bytes(program: StageProgram) -> Iterator[int]:
@@ -136,4 +151,4 @@ def _kept_bytes(program: StageProgram) -> int:
     pairs = list(zip(graph.outputs, shardings, strict=True))[len(shardings) - count :]
     saved = sum(shard_bytes(sharding, graph.tensors[tensor].type) for tensor, sharding in pairs)
     taken = {program.received_of(crossing): crossing for crossing in program.stage.taken(back=False)}
-    return saved + sum(_local_bytes(crossing, program) for source, crossing in taken.items() if source in later)
+    return saved + sum(local_bytes(crossing, program) for source, crossing in taken.items() if source in later)

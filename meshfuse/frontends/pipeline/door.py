@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,14 +24,17 @@ from ..options import Options
 from ..placing import Place, Places
 from ..plans import ModulePlan
 from ..recompute import mark_recomputed
+from ..steps import Setting
 from .assignment import Assignment
 from .costs import step_bill, step_memory
 from .elsewhere import Elsewhere
+from .few_stages import FewStages, all_stages, few_stages, fit
 from .micro_batches import MicroBatches, micro_batches
-from .program import stage_program
+from .program import StageProgram, stage_program
 from .schedule import Schedule
-from .stages import check_weights, stage_graphs
+from .stages import StageGraph, check_weights, stage_graphs
 from .stepping import Planned, Work, stepped
+from .whole_step import WholeStep
 from .with_loss import TARGET, WithLoss, captured_loss
 
 
@@ -65,6 +69,19 @@ class _ModelValues:
     def needs_gradient(self, name: str) -> bool:
         """Whether a parameter requires a gradient."""
         return self.of(Source("parameter", name), 0).requires_grad
+
+
+@dataclass(frozen=True, slots=True)
+class _CutModel:
+    """A captured model as stages, and what they are planned with."""
+
+    graph: Captured
+    stages: Sequence[StageGraph]
+    setting: Setting
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        return self.stages[-1].graph.of_kind("result")[-1][0].meta["val"].dtype
 
 
 @dataclass(slots=True, eq=False)
@@ -172,19 +189,50 @@ class Stepper:
 
     def _plan(self, call: Call, args: tuple[Any, ...], line: SourceLine) -> Planned:
         """Capture the model with its loss, cut it into stages, and plan those of this rank."""
+        found = self._cut(call, args, all_stages(self.assignment), line)
+        programs = {stage: self._program(found, stage, stage) for stage in self.assignment.stages_here()}
+        return Planned(tuple(found.stages), programs, found.loss_dtype, found.graph.module)
+
+    def whole_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], line: SourceLine) -> WholeStep:
+        """The programs of all stages for a step, those of stages that do the same made once; nothing runs."""
+        args, kwargs = self._with_target(args, kwargs, line)
+        parts = micro_batches(args, kwargs, self.schedule.microbatches, self._cut_rows(args, kwargs), line)
+        tables = list(self.module.modules()), list(self.module.parameters())
+        made: dict[Any, Planned] = {}
+        planned: list[Planned] = []
+        for part in parts.parts:
+            with torch.enable_grad():
+                call = read_call(self.whole, tables, 1, *part)
+            if call.key not in made:
+                made[call.key] = self._plan_once(call, part[0], line)
+            planned.append(made[call.key])
+        return WholeStep(self.assignment, planned)
+
+    def _plan_once(self, call: Call, args: tuple[Any, ...], line: SourceLine) -> Planned:
+        """The programs of all stages, one for each kind of them."""
+        few = few_stages(self.module, self.assignment, self.plan)
+        found = self._cut(call, args, few, line, max_wire=math.inf)
+        if not fit(few, found.stages):
+            few = all_stages(self.assignment)
+            found = self._cut(call, args, few, line, max_wire=math.inf)
+        programs = [self._program(found, place, stage) for place, stage in enumerate(few.kept)]
+        borders = few.borders(found.stages)
+        every = {s: replace(programs[place], stage=borders[s]) for s, place in enumerate(few.stands)}
+        return Planned(tuple(borders), every, found.loss_dtype)
+
+    def _cut(
+        self, call: Call, args: tuple[Any, ...], few: FewStages, line: SourceLine, max_wire: float | None = None
+    ) -> _CutModel:  # fmt: skip
+        """The model captured with its loss, as stages."""
         places = self.places
         arguments = Arguments(
-            self._names(args),
-            self.options.asked.inputs,
-            self.plan,
-            places.is_simulated,
-            call,
-            self.options.line,
-        )
-        graph = self._captured(arguments, line)
+            self._names(args), self.options.asked.inputs, self.plan, places.is_simulated, call, self.options.line
+        )  # fmt: skip
+        with few.layers.alone(self.module):
+            graph = self._captured(arguments, line)
         check_attends(graph, self.options.asked.context, self.options.line)
-        stages = stage_graphs(graph, self.assignment.cuts, len(call.leaves), self.options.line)
-        check_weights(stages, self.assignment.owners, self.options.line)
+        stages = stage_graphs(graph, few.cuts, len(call.leaves), self.options.line)
+        check_weights(stages, few.owners, self.options.line)
         sync = Sync(leaves=self.schedule.microbatches > 1)
         setting = self.options.asked.setting(self.module, self.plan, arguments, self.options.line, True, sync)
         split = self.schedule.is_split
@@ -194,6 +242,13 @@ class Stepper:
         }
         dtype = stages[-1].graph.of_kind("result")[-1][0].meta["val"].dtype
         return Planned(tuple(stages), programs, dtype, graph.module, graph.reads)
+        return _CutModel(graph, stages, replace(setting, max_wire=max_wire))
+
+    def _program(self, found: _CutModel, place: int, stage: int) -> StageProgram:
+        """The program of a captured stage, on the ranks of a stage of the model."""
+        return stage_program(
+            found.stages[place], replace(found.setting, plan=self._plan_of(stage)), self.schedule.is_split
+        )  # fmt: skip
 
     def _plan_of(self, stage: int) -> ModulePlan:
         return replace(self.plan, mesh=self.assignment.mesh_of(stage))

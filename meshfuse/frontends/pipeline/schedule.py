@@ -37,6 +37,15 @@ class Action:
 Durations = Mapping[str, float] | Callable[[Action], float]
 
 
+# How long what the first action makes is on its way to the second.
+Passing = Callable[[Action, Action], float]
+
+
+def at_once(made: Action, read: Action) -> float:
+    """As if ranks had each other's tensors."""
+    return 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Timed:
     """An action with the times at which it begins and ends, in the units of the durations it was played with."""
@@ -100,14 +109,15 @@ class Schedule:
         _check_complete(self)
         self.played()
 
-    def played(self, durations: Durations = UNIT) -> tuple[tuple[Timed, ...], ...]:
+    def played(self, durations: Durations = UNIT, passing: Passing = at_once) -> tuple[tuple[Timed, ...], ...]:
         """By rank its actions in time, each as early as its order and what it needs allow.
 
         durations: by kind of action, or a function of an action.
+        passing: how long what one action makes is on its way to another, of which nobody is kept from working.
 
         Raises DefinitionError where ranks wait for each other in a circle.
         """
-        found, places, ends = self._played(durations)
+        found, places, ends = self._played(durations, passing)
         if len(ends) < len(self.actions):
             raise self._circle(places, ends)
         return tuple(map(tuple, found))
@@ -116,7 +126,9 @@ class Schedule:
         """Whether no rank waits for itself, over however many others."""
         return len(self._played(UNIT)[2]) == len(self.actions)
 
-    def _played(self, durations: Durations) -> tuple[list[list[Timed]], list[int], dict[Action, float]]:
+    def _played(
+        self, durations: Durations, passing: Passing = at_once
+    ) -> tuple[list[list[Timed]], list[int], dict[Action, float]]:  # fmt: skip
         """(by rank its actions in time, by rank how many it did, when each ended) as far as ranks can go on."""
         ends: dict[Action, float] = {}
         all_needs, lasts = self._needs(), _function(durations)
@@ -128,7 +140,7 @@ class Schedule:
             for rank, order in enumerate(self.orders):
                 while places[rank] < len(order) and all(n in ends for n in all_needs[order[places[rank]]]):
                     action = order[places[rank]]
-                    begin = max([clocks[rank], *(ends[n] for n in all_needs[action])])
+                    begin = max([clocks[rank], *(ends[n] + passing(n, action) for n in all_needs[action])])
                     clocks[rank] = ends[action] = begin + lasts(action)
                     found[rank].append(Timed(action, begin, clocks[rank]))
                     places[rank], moved = places[rank] + 1, True

@@ -12,7 +12,10 @@ def summing(step: Step, graph: Captured, setting: Setting) -> Half | None:
     """The definition that sums what a step leaves as terms of gradients over ranks; None where it leaves none."""
     if not step.left:
         return None
-    fd, nodes = TracedDefinition(), {source.name: node for node, source in graph.of_kind("parameter")}
+    fd, nodes = (
+        TracedDefinition(max_wire=setting.max_wire),
+        {source.name: node for node, source in graph.of_kind("parameter")},
+    )
     fd.at = setting.line
     for name, axes in step.left.items():
         value = nodes[name].meta["val"]
