@@ -191,7 +191,7 @@ class Stepper:
         """Capture the model with its loss, cut it into stages, and plan those of this rank."""
         found = self._cut(call, args, all_stages(self.assignment), line)
         programs = {stage: self._program(found, stage, stage) for stage in self.assignment.stages_here()}
-        return Planned(tuple(found.stages), programs, found.loss_dtype, found.graph.module)
+        return Planned(tuple(found.stages), programs, found.loss_dtype, found.graph.module, found.graph.reads)
 
     def whole_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], line: SourceLine) -> WholeStep:
         """The programs of all stages for a step, those of stages that do the same made once; nothing runs."""
@@ -235,13 +235,6 @@ class Stepper:
         check_weights(stages, few.owners, self.options.line)
         sync = Sync(leaves=self.schedule.microbatches > 1)
         setting = self.options.asked.setting(self.module, self.plan, arguments, self.options.line, True, sync)
-        split = self.schedule.is_split
-        programs = {
-            stage: stage_program(stages[stage], replace(setting, plan=self._plan_of(stage)), split)
-            for stage in self.assignment.stages_here()
-        }
-        dtype = stages[-1].graph.of_kind("result")[-1][0].meta["val"].dtype
-        return Planned(tuple(stages), programs, dtype, graph.module, graph.reads)
         return _CutModel(graph, stages, replace(setting, max_wire=max_wire))
 
     def _program(self, found: _CutModel, place: int, stage: int) -> StageProgram:
