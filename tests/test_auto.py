@@ -11,6 +11,11 @@ import pytest
 import torch
 
 import meshfuse as mf
+from meshfuse.graph import specialize
+from meshfuse.planner.open_inputs import OpenInputs
+from meshfuse.planner.place_inputs import place_inputs
+from meshfuse.planner.prices import Prices
+from meshfuse.planner.reshard_costs import whole_axes
 from refusing import raises
 
 ONE, TWO = mf.DeviceMesh((8,), ("x",), links="dgx-h100"), mf.DeviceMesh((2, 4), ("dp", "tp"), links="dgx-h100")
@@ -140,6 +145,30 @@ def test_annotations_that_are_there_bind() -> None:
     assert set(plan.shardings) == {fd.recording.tensors[w1.id].label}
     shardings = fd.compile().sharded.shardings
     assert str(shardings[x.id]) == "[x, -]" and str(shardings[w2.id]) == "[-, -]"
+
+
+def test_inputs_that_have_to_lie_in_parts_cost_what_gathering_them_costs() -> None:
+    """Of a program whose computation is nothing: a limit of its time is no limit of the time of moves."""
+
+    def made(annotated: bool) -> mf.FusionDefinition:
+        with mf.FusionDefinition() as fd:
+            h, weights = fd.define_tensor([8, 16]), list[Any]()
+            for _ in range(4):
+                weights.append(fd.define_tensor([16, 16]))
+                h = fd.ops.tanh(fd.ops.linear(h, weights[-1]))
+            fd.add_output(h)
+            for w in weights if annotated else ():
+                fd.mesh_split(w, ONE, ["x", None])
+        return fd
+
+    recording = made(annotated=False).recording
+    shapes = {i: tuple(recording.tensors[i].type.shape) for i in recording.input_tensors()}
+    graph = specialize(recording, shapes, {})
+    x, *weights = graph.input_tensors
+    every = OpenInputs.of(graph, ONE, {}).places
+    places = {x: every[x][:1], **{w: tuple(s for s in every[w] if s.dims[0]) for w in weights}}
+    found = place_inputs(graph, ONE, OpenInputs(places), Prices(whole_axes))
+    assert found.plan.seconds == pytest.approx(made(annotated=True).compile().planned.seconds, rel=1e-6)
 
 
 def test_the_plan_prints_the_calls_to_paste() -> None:

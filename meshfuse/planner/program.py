@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -150,18 +150,32 @@ class Program:
         """More seconds than the plan in which every rank computes everything: no part of the best one takes as long."""
         work = sum([float(labels.seconds[0]) for labels in self.labels])
         moves = sum([self._whole(tensor) * times for tensor, times in self.frame.tensors.items()])
-        return work + moves + 1e-9
+        held = sum([self._held_whole(tensor) * times for tensor, times in self.frame.tensors.items()])
+        return work + moves + held + 1e-9
+
+    def _held_whole(self, tensor: int) -> float:
+        """What the memory counts as of an open input, or of what ops hold, where every rank has all of it."""
+        opened, whole = self.frame.opened, (Sharding.replicated(self.frame.meshes[0], self.ttype(tensor).ndim),)
+        if tensor in opened.places:
+            types = [self.ttype(i) for i in (tensor, *opened.followers(tensor))]
+            return float(opened.seconds(whole, types, opened.more.get(tensor, 0.0))[0])
+        return float(opened.seconds(whole, [self.ttype(tensor)])[0]) if self.frame.held[tensor] else 0.0
 
     def _whole(self, tensor: int) -> float:
-        """Seconds from a tensor's annotation to all ranks of every mesh and back, and from each mesh to the others."""
-        note, ttype = self.frame.graph.annotations.get(tensor), self.ttype(tensor)
-        note = note.reduced() if note is not None else None  # No reshard makes terms of a sum.
+        """Seconds from where a tensor has to be to all ranks of every mesh and back, and from each mesh to the others.
+
+        It has to be at its annotation, or at one of an open input's places.
+        """
+        note, opened, ttype = self.frame.graph.annotations.get(tensor), self.frame.opened, self.ttype(tensor)
         on = [Sharding.replicated(mesh, ttype.ndim) for mesh in self.frame.meshes]
-        pairs = [
-            *itertools.permutations(on, 2),
-            *([(a, b) for s in on for a, b in ((s, note), (note, s))] if note else ()),
-        ]
-        return sum([self.prices.most(source, target, ttype) for source, target in pairs])
+
+        def seconds(pairs: Iterable[tuple[Sharding, Sharding]]) -> float:
+            return sum([self.prices.most(source, target, ttype) for source, target in pairs])
+
+        # No reshard makes terms of a sum.
+        ends = [note.reduced()] if note is not None else opened.places.get(opened.follow.get(tensor, tensor), ())
+        there = [seconds((a, b) for s in on for a, b in ((s, end), (end, s))) for end in ends]
+        return seconds(itertools.permutations(on, 2)) + min(there, default=0.0)
 
     # prices -----------------------------------------------------------------------------------------------------
 
