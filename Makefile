@@ -10,8 +10,6 @@ PYTEST = $(PY) -m pytest -q
 PYRIGHT = PYRIGHT_PYTHON_IGNORE_WARNINGS=1 .venv/bin/pyright --pythonpath .venv/bin/python
 # Two tests at a time; those that start ranks come one after another (tests/conftest.py).
 PARALLEL = -n 2 --dist loadscope
-# One more: of the main suite, what starts ranks and sessions has a worker of its own, which mostly waits.
-PARALLEL_MAIN = -n 3 --dist loadscope
 
 .PHONY: help env run check docs docs-serve quick test test-all test-nvfuser test-browser test-models ledger ledger-check faults fuzz lint style types types-examples gpu-check
 .PHONY: bench bench-bills bench-compile bench-runtime bench-session test-session bench-models bench-thunder
@@ -55,7 +53,7 @@ quick: env
 
 # pytest's closing line for the main suite comes last: CI reads it.
 test: env test-nvfuser test-browser
-	@$(PYTEST) $(PARALLEL_MAIN)
+	@$(PYTEST) $(PARALLEL)
 
 # Status 3: not to be had on this machine, said by tools/env.py in one line. CI has it, so there it is an error.
 test-nvfuser:

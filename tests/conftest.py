@@ -137,8 +137,7 @@ def over_whole_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshfuse.planner.effort.Effort.in_parts", lambda *_: False)
 
 
-# Tests of whole jobs, most of which wait for what befalls these: a limit, a signal, the end of a rank. Each file's stay
-# together.
+# Tests of whole jobs, most of which wait for what befalls these: a limit, a signal, the end of a rank.
 _JOBS = (
     "collective_order", "device_watchdog", "ending", "failures", "faults", "launcher_faults", "launching", "link_probe",
     "notices", "plans_of_ranks", "restarts",
@@ -146,22 +145,11 @@ _JOBS = (
 # Tests that run one after another, in one process: those of real ranks, of jobs and of others, which share pools of
 # ranks and use all cores, and those that share what takes long to make. All others go wherever there is room.
 _TOGETHER = {
-    **{f"/ranks/test_{name}.py": f"jobs: {name}" for name in _JOBS}, "/ranks/": "ranks", "/session/": "session",
+    **{f"/ranks/test_{name}.py": "jobs" for name in _JOBS}, "/ranks/": "ranks", "/session/": "session",
     "/test_backends.py": "Inductor", "compiled_segments": "Inductor", "/test_example_training.py": "training",
     "/thunder/test_ranks.py": "Thunder on ranks", "/thunder/test_example.py": "Thunder on ranks",
     "/thunder/test_models.py": "models of Thunder", "/nvfuser/test_propagation.py": "plans of nvFuser",
 }  # fmt: skip
-
-
-# Of these, what waits for other processes, within limits of seconds. The first worker has it, and where there are more
-# workers than cores, as `make test` has, the others give way to it: they use the time in which it waits.
-_WAITING = ("ranks", "session", "jobs: ")
-_FIRST = "gw0"
-
-
-def pytest_configure() -> None:
-    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 2 and os.environ["PYTEST_XDIST_WORKER"] != _FIRST:
-        os.nice(3)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -170,14 +158,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
-        def _assign_work_unit(self, node: Any) -> None:
-            """The next of what waits to the first worker, the next of all else to others, as long as there is any."""
-            waits = node.gateway.id == _FIRST
-            scope = next((scope for scope in self.workqueue if scope.startswith(_WAITING) == waits), None)
-            if scope is not None:
-                self.workqueue.move_to_end(scope, last=False)
-            super()._assign_work_unit(node)
-
         def _split_scope(self, nodeid: str) -> str:
             return next((scope for part, scope in _TOGETHER.items() if part in nodeid), nodeid)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import meshfuse as mf
 from meshfuse import compiler
-from meshfuse.rewrites import merge_windows as shifts
+from meshfuse.propagation import Propagation
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
 
 ROWS = mf.DeviceMesh((4,), ("x",))
@@ -28,8 +28,8 @@ Tensor = mf.TensorView
 @pytest.fixture
 def written_in_any_case(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever it costs."""
-    for module in (compiler, shifts):
-        monkeypatch.setattr(module, "cheaper", lambda found, other: other)
+    monkeypatch.setattr(compiler, "cheaper", lambda found, other: other)
+    monkeypatch.setattr(Propagation, "cheaper", lambda plan, found, form: plan(form))
     yield
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfuse as mf
-from meshfuse.rewrites import merge_windows as shifts
+from meshfuse.propagation import Propagation
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
 
 ROWS = mf.DeviceMesh((4,), ("x",))
@@ -90,7 +90,7 @@ def turned(fd: mf.FusionDefinition, x: mf.TensorView) -> mf.TensorView:
 def test_windows_written_otherwise_are_the_same(shape, place, taps, last, roots, out, turns, sets):
     """Whatever it costs: with several fills, elements that a window hides from the next one, sums read once or not."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shifts, "cheaper", lambda found, other: other)
+        patch.setattr(Propagation, "cheaper", lambda plan, found, form: plan(form))
         fd = defined(shape, place, taps, last[0], roots, out, turns, sets)
         assert_same_as_unsharded(fd, inputs_for(fd))
 

@@ -147,6 +147,8 @@ class JointWriter:
         self._annotate_activations(made)
         kept = {node: made.values[node] for node in self.cut.saved}
         self._finish_forward(made, kept=False)
+        views = [made.values.get(node) for node in self.cut.forward]
+        self.of_forward = frozenset(view.id for view in views if isinstance(view, TensorView))
         made.write(self.cut.again)
         made.write(self.cut.backward)
         kept |= {node: made.values[node] for node in self.held}

@@ -205,10 +205,9 @@ class OpenWriter(JointWriter):
         states = pricer.model.states
         more = dict.fromkeys(weights, states)
         inputs = dataclasses.replace(inputs, more=more, share=1 / microbatches)
-        forward = {made.values[node].id for node in self.cut.forward if hasattr(made.values.get(node), "id")}
         few = pricer.model.few
         shared = Shared(
-            tuple(few.names[i] for i in few.kept), frozenset(forward), weights, made_gradients(graph, of_weights),
+            tuple(few.names[i] for i in few.kept), self.of_forward, weights, made_gradients(graph, of_weights),
             states, microbatches > 1,
         )  # fmt: skip
         rows = [i for i, s in sources.items() if s.kind == "argument" and s.place in pricer.model.batch]

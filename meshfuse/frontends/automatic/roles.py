@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,11 @@ def checked_roles(roles: Any, mesh: DeviceMesh, line: SourceLine) -> dict[str, s
     if list(given.values()).count(PIPELINE) > 1:
         raise user_error("plan: roles", "several axes for pipelines", "one", "Make them one axis of the mesh.", line)
     return dict(given)
+
+
+def ranks_of_rows(roles: Mapping[str, str], mesh: DeviceMesh) -> int:
+    """Over how many ranks the roles cut the rows of a batch."""
+    return math.prod([mesh.axis_size(axis) for axis, role in roles.items() if role in _OF_ROWS])
 
 
 def fitting(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from ...plans.within_memory import fastest_within
 from .pricing import Layered, Pricer
-from .roles import DATA, FULLY_SHARDED, PIPELINE, TENSOR
+from .roles import DATA, FULLY_SHARDED, PIPELINE, TENSOR, ranks_of_rows
 from .step_cost import Arrangement, StepCost, expanded, step_cost
 
 # The schedules that are compared: those that are in use for large models. Others are asked for by `mf.Pipeline`.
@@ -105,6 +105,8 @@ class Search:
         model = self.pricer.model
         rows = model.rows if model.is_elastic else 1
         every = [1 << k for k in range(rows.bit_length()) if not rows % (1 << k)]
+        cut = ranks_of_rows(self.pricer.roles, self.pricer.mesh)
+        every = [m for m in every if not (rows // m) % cut] or every[:1]
         return [m for m in every if m >= min(ranks, every[-1])]
 
     def _try(self, axis: str) -> None:
@@ -151,7 +153,8 @@ class Search:
     def _fastest(self, start: Arrangement, counts: Sequence[int]) -> Found:
         """With the number of micro-batches at which a step takes least time, going up or down from four per stage.
 
-        More of them idle less and start more work that is smaller: times fall and then rise.
+        More of them idle less and start more work that is smaller: times fall and then rise, on either side of where
+        rows are too few for an axis.
         """
         at = min(range(len(counts)), key=lambda i: abs(math.log2(counts[i] / (4 * start.ranks))))
         first = self._as_few_as_fit(start, counts[at:])
@@ -165,10 +168,13 @@ class Search:
                 tried[place] = self._of(replace(start, microbatches=counts[place]))
             return place in tried and self._key(tried[place]) < self._key(tried[other])
 
+        ends = []
         for step in (1, -1):
-            while better(at + step, at):
-                at += step
-        return tried[at]
+            place = at
+            while better(place + step, place):
+                place += step
+            ends.append(tried[place])
+        return min(ends, key=self._key)
 
     def _key(self, found: Found) -> tuple[float, float]:
         """What is less for a better arrangement: how much too much it holds, and then its seconds."""
