@@ -129,8 +129,8 @@ def test_activations_that_do_not_fit_are_computed_again() -> None:
     found = planned(ONE, 65536, 256, 1024, 6, max_memory=free.memory / 3)
     assert found.memory <= free.memory / 3 and (found.recomputes or found.microbatches > 1)
     assert found.recomputes is (found.checkpoint == "layers.*")
-    whole = planned(ONE, 65536, 256, 1024, 6, max_memory=free.memory / 2, microbatches=1)
-    assert whole.recomputes and whole.microbatches == 1 and whole.memory <= free.memory / 2
+    whole = planned(ONE, 65536, 256, 1024, 6, max_memory=0.7 * free.memory, microbatches=1)
+    assert whole.recomputes and whole.microbatches == 1 and whole.memory <= 0.7 * free.memory
 
 
 @pytest.mark.parametrize(("layers", "kinds"), [(3, 1), (9, 1), (12, 2), (2, 1)])
