@@ -124,17 +124,27 @@ class Stepper:
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], line: SourceLine) -> torch.Tensor:
         """The loss of a batch; with gradients enabled they are added to `.grad` of this rank's parameters."""
-        args, kwargs = self._with_target(args, kwargs, line)
-        parts = micro_batches(args, kwargs, self.schedule.microbatches, self._cut_rows(args, kwargs), line)
+        parts = self._micro_batches(args, kwargs, line)
         with located(line):
             with self.elsewhere.there():
-                tables = list(self.module.modules()), list(self.module.parameters())
+                tables = self._tables()
             self.made = {key: found for key, found in self.made.items() if found.reads.hold()}
             planned = [self._planned(*part, tables, line) for part in parts.parts]
         self.last = planned
         loss, gradients = stepped(self._work(parts, planned), torch.is_grad_enabled())
         self._accumulate(gradients)
         return loss
+
+    def _micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any], line: SourceLine) -> MicroBatches:
+        args, kwargs = self._with_target(args, kwargs, line)
+        return micro_batches(args, kwargs, self.schedule.microbatches, self._cut_rows(args, kwargs), line)
+
+    def _tables(self) -> tuple[list[Any], list[Any]]:
+        return list(self.module.modules()), list(self.module.parameters())
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], tables: Any) -> Call:
+        with torch.enable_grad():
+            return read_call(self.whole, tables, 1, args, kwargs)
 
     def _with_target(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], line: SourceLine
@@ -179,8 +189,7 @@ class Stepper:
     # planning
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], tables: Any, line: SourceLine) -> Planned:
-        with torch.enable_grad():
-            call = read_call(self.whole, tables, 1, args, kwargs)
+        call = self._call(args, kwargs, tables)
         if call.key not in self.made:
             if not call.has_gradient:
                 raise user_error("step: the model's parameters", "none requires a gradient", "some that do", "", line)
@@ -195,14 +204,11 @@ class Stepper:
 
     def whole_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], line: SourceLine) -> WholeStep:
         """The programs of all stages for a step, those of stages that do the same made once; nothing runs."""
-        args, kwargs = self._with_target(args, kwargs, line)
-        parts = micro_batches(args, kwargs, self.schedule.microbatches, self._cut_rows(args, kwargs), line)
-        tables = list(self.module.modules()), list(self.module.parameters())
+        parts, tables = self._micro_batches(args, kwargs, line).parts, self._tables()
         made: dict[Any, Planned] = {}
         planned: list[Planned] = []
-        for part in parts.parts:
-            with torch.enable_grad():
-                call = read_call(self.whole, tables, 1, *part)
+        for part in parts:
+            call = self._call(*part, tables)
             if call.key not in made:
                 made[call.key] = self._plan_once(call, part[0], line)
             planned.append(made[call.key])

@@ -76,13 +76,7 @@ class WholeStep:
 
     def _halves(self) -> Iterator[Half]:
         """All programs, each once."""
-        seen = set[int]()
-        for planned in dict.fromkeys(self.planned):
-            for program in planned.programs.values():
-                if id(program.step) not in seen:
-                    seen.add(id(program.step))
-                    yield from program.step.halves
-                    yield from [program.summing] if program.summing is not None else []
+        yield from {id(half): half for half in self._every()}.values()
 
     def played(self, states: float) -> PlayedStep:
         """A modelled run. states: how many tensors of a weight's size the optimiser keeps."""
