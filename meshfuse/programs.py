@@ -173,12 +173,14 @@ class Programs:
         scalars = {i: given.scalars[i] for i in self.sized_by()}
         return ProgramKey(tuple(sorted(shapes.items())), tuple(sorted(scalars.items())), default_mesh, given.dtensors)
 
-    def renewed(self, old: CompiledProgram, given: Inputs, shapes: Shapes, default_mesh: DeviceMesh) -> CompiledProgram:
+    def renewed(
+        self, old: CompiledProgram, given: Inputs, shapes: Shapes, default_mesh: DeviceMesh, keeps_outputs: bool
+    ) -> CompiledProgram:  # fmt: skip
         """A program with a plan of its own, in the place of `old`, whose plan was taken over from other shapes.
 
-        It is `old` itself if the outputs would be sharded otherwise.
+        With `keeps_outputs` it is `old` itself if the outputs would be sharded otherwise.
         """
         key = self.key(given, shapes, default_mesh)
         new = self._planned(key)
-        self.compiled[key] = new if new.output_shardings() == old.output_shardings() else old
+        self.compiled[key] = old if keeps_outputs and new.output_shardings() != old.output_shardings() else new
         return self.compiled[key]

@@ -115,7 +115,8 @@ class RankProgram:
     source: the text of the definition. The ranks compare it, and the plan, before the first execution.
     backend: what runs the segments, one of `backends.assignment.NAMES`.
     ranks: the ranks of the meshes in the definition.
-    renew: makes a program with its own plan, for a program that reuses the plan of other shapes and runs often.
+    renew: makes a program with its own plan, for a program that reuses the plan of other shapes and runs often; told
+        whether its outputs must be sharded as before.
     capture: replaces the main function by a captured one, once the segments are compiled.
 
     State of a call, which a rank reports to others: `step` is its number, `running` whether the program is running,
@@ -130,24 +131,23 @@ class RankProgram:
 
     def __init__(
         self, compiled: CompiledProgram, world: World, device: torch.device, source: str, backend: str,
-        ranks: Sequence[int], renew: Callable[[], CompiledProgram] | None = None,
+        ranks: Sequence[int], renew: Callable[[bool], CompiledProgram] | None = None,
         capture: Callable[[HostProgram, Main], Main] | None = None,
     ):  # fmt: skip
         self.world, self.device, self._source, self._backend = world, device, source, backend
         self.step, self.running, self._phase, self._gathered = 0, False, _Phase.OVER, 0
         self._capture, self._compiling = capture, threading.Lock()
-        self._renew, self._renewal = renew, RENEWED if compiled.taken_from is not None else None
-        self._named, self.ranks = ranks, ()
+        self._renew, self._named, self.ranks = renew, ranks, ()
         with world.order_lock:
             self._bind(compiled)
+        self._renewal = RENEWED if self.compiled.taken_from is not None else None
 
     def _bind(self, compiled: CompiledProgram) -> None:
         """Use this program, if all of its ranks have the same one. Raises RankError if they differ."""
         world, graph = self.world, compiled.graph
         together = tuple(sorted({*self._named, *compiled.ranks}))
         self.ranks = together if world.rank in together else ()
-        text = agreed_text(compiled, self._source, self._backend)
-        world.rendezvous.check_same(digest_of(text), "the program", self.ranks, lambda: text)
+        compiled = self._agreed(compiled)
         active = world.rank in compiled.ranks
         if active:
             with World.planning(graph.in_words()):
@@ -158,6 +158,23 @@ class RankProgram:
         self.line = made.line
         self.name = f"the definition of {made.label} at {made.line} (plan {compiled.digest})"
         self._calls, self._due = 0, self.segments.due if active else None
+
+    def _agreed(self, compiled: CompiledProgram) -> CompiledProgram:
+        """The program, once all of its ranks have the same. Raises RankError if they differ.
+
+        Ranks that have run different calls, as after an error that one of them met alone, may know different plans of
+        near sizes. They then all plan for these very sizes.
+        """
+        text, check = agreed_text(compiled, self._source, self._backend), self.world.rendezvous.check_same
+        mine = f"{digest_of(text)} {compiled.taken_from is not None}"
+        found = [value.split() for value in self.world.rendezvous.compared(mine, "the program", self.ranks)]
+        if len({digest for digest, _ in found}) < 2:
+            return compiled
+        if self._renew is not None and any(taken == "True" for _, taken in found):
+            compiled = self._renew(False)
+            text = agreed_text(compiled, self._source, self._backend)
+        check(digest_of(text), "the program", self.ranks, lambda: text)
+        return compiled
 
     def _bind_program(self, compiled: CompiledProgram) -> None:
         program = compiled.host_program(self.world.rank)
@@ -243,7 +260,7 @@ class RankProgram:
         """Plan for these very sizes; all ranks do so at the same call."""
         assert self._renew is not None
         self._renewal = None
-        compiled = self._renew()
+        compiled = self._renew(True)
         if compiled.digest != self.compiled.digest:
             self._bind(compiled)
         else:

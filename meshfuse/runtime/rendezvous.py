@@ -104,6 +104,14 @@ class Rendezvous:
             values = self._texts(f"{name}/detail", ranks, f"comparing {what}", detail())
         raise disagreement(what, values, ranks, do)
 
+    def compared(self, value: str, what: str, ranks: Sequence[int]) -> list[str]:
+        """The short text of each of `ranks`, which all call this, and compare `what`; without others the own one.
+
+        Raises RankError on all of them where ranks compare different things.
+        """
+        ranks = tuple(ranks)
+        return [value] if len(ranks) < 2 else self._compared(value, what, ranks, SAME_PROGRAM)[1]
+
     def check_order(self, calls: Calls, ranks: tuple[int, ...]) -> None:
         """Compare over `ranks`, which all call this, the calls that any two of them have made together.
 
@@ -184,7 +192,7 @@ class Rendezvous:
         self, name: str, ranks: tuple[int, ...], what: str, value: str | bytes = "", limit: float | None = None
     ) -> None:
         """Say that this rank has come to a meeting and wait for the others."""
-        self.world.order_lock.check()
+        self.world.check_before_meeting()
         store, start, limit = self.world.store, time.monotonic(), limit or self.world.limit
         keys = {f"{name}/{rank}": rank for rank in ranks}
 

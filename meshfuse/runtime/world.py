@@ -279,6 +279,10 @@ class World:
         if len(ranks) > 1 and self.calls.add(ranks, f"{numbers}{activity.name}"):
             self.rendezvous.check_order(self.calls, ranks)
 
+    def check_before_meeting(self) -> None:
+        """Raises RankError where this rank can meet the others no more."""
+        self.order_lock.check()
+
     def raise_if_failed(self, what: str = "leaving") -> None:
         """Raises RankError if a peer has published a failure; `what` is what this rank is about to do."""
         failure = within(1.0, lambda: published(self.store))

@@ -16,7 +16,7 @@ from ..executor.record import Recorder
 from ..runtime.world import World
 from .compact import register_reader
 from .errors import Raised, Released, describe
-from .messages import CALL, CALL_AND_SYNC, DONE, FAILED, GET, SKIPPED
+from .messages import CALL, CALL_AND_SYNC, DONE, FAILED, GET, SETTLE, SKIPPED
 from .pickling import dumps, loads
 from .wire import Frame
 
@@ -47,6 +47,10 @@ class Executor:
         self.registers: dict[int, Any] = {}
         self.epoch, self.running = 0, 0
         self._released, self._reason = (-1, 0), ""
+        self._left = -1  # The latest epoch of which the collectives are to be left.
+        # By epoch the first call that failed here or was skipped, and the last that was done.
+        self._unfinished: dict[int, int] = {}
+        self._done: dict[int, int] = {}
         self.failure: Raised | None = None
         self._make_world, self._told = make_world, told
         self._world: World | None = None
@@ -85,6 +89,13 @@ class Executor:
             self._reason = reason
             self._released = (epoch, number)
 
+    def leave(self, epoch: int, reason: str) -> None:
+        """From any thread: leave the collectives of this epoch, which others have left; calls are done all the same.
+
+        So this worker does what the others have done already, up to the first call that needs them.
+        """
+        self._left, self._reason = epoch, reason
+
     def _skips(self, number: int) -> bool:
         epoch, first = self._released
         return epoch > self.epoch or (epoch == self.epoch and number > first)
@@ -92,6 +103,8 @@ class Executor:
     def why_released(self) -> str | None:
         """Why this worker must leave what it waits for; None if it need not."""
         epoch, first = self._released
+        if self._left >= self.epoch:
+            return self._reason
         return self._reason if epoch > self.epoch or (epoch == self.epoch and self.running >= first) else None
 
     def handle(self, frame: Frame) -> Frame | None:
@@ -101,9 +114,15 @@ class Executor:
         for number in frame.freed:
             self.registers.pop(number, None)
         if frame.kind in (CALL, CALL_AND_SYNC):
-            if not self._skips(frame.number):
+            if self._skips(frame.number):
+                self._unfinished.setdefault(self.epoch, frame.number)
+            else:
                 self._call(frame)
             return self._report(frame) if frame.kind == CALL_AND_SYNC else None
+        if frame.kind == SETTLE:
+            epoch = loads(frame.payload)
+            found = self._unfinished.get(epoch, 0), self._done.get(epoch, 0)
+            return Frame(DONE, self.epoch, frame.number, dumps(found)[0])
         value = self._value(frame) if frame.kind == GET and not self._skips(frame.number) else None
         return value or self._report(frame)
 
@@ -128,6 +147,7 @@ class Executor:
         try:
             function, args, kwargs, result = loads(frame.payload, frame.buffers)
             self.registers[result] = function(*args, **kwargs)
+            self._done[self.epoch] = frame.number
         except BaseException as error:
             self._fail(error, frame.number)
         finally:
@@ -143,6 +163,7 @@ class Executor:
 
     def _fail(self, error: BaseException, number: int) -> None:
         self.failure = self.failure or describe(error, self.worker, number)
+        self._unfinished.setdefault(self.epoch, number)
         self.release(self.epoch, number, "")
         self._leave_others()  # They may wait for this worker.
         if not isinstance(error, Released):

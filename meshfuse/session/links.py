@@ -14,7 +14,7 @@ from typing import Protocol
 from ..errors import line_in_script
 from .errors import SessionError
 from .executor import Executor
-from .messages import CANCEL, RELEASE, STOP, WHERE
+from .messages import CANCEL, LEAVE, RELEASE, STOP, WHERE
 from .pickling import copies
 from .wire import Closed, Connection, Frame, Late, Waiter
 
@@ -33,6 +33,7 @@ class Link(Protocol):
     def send(self, frame: Frame, stalled: Callable[[float], None]) -> None: ...
     def answer(self, number: int, deadline: float) -> Frame: ...
     def release(self, epoch: int, number: int, reason: str) -> None: ...
+    def leave(self, epoch: int, reason: str) -> None: ...
     def cancel(self, number: int) -> None: ...
     def ask_where(self) -> None: ...
     def where(self) -> str: ...
@@ -91,6 +92,10 @@ class ThreadLink:
         """Call `number` of this epoch failed on another worker."""
         self.executor.release(epoch, number, reason)
 
+    def leave(self, epoch: int, reason: str) -> None:
+        """The time limit is over: leave this epoch's collectives, but do its calls."""
+        self.executor.leave(epoch, reason)
+
     def cancel(self, number: int) -> None:
         """Raise KeyboardInterrupt in a call of up to this number, if one runs. It comes between two bytecodes."""
         if 0 < self.executor.running <= number:
@@ -139,6 +144,10 @@ class SocketLink:
     def release(self, epoch: int, number: int, reason: str) -> None:
         """Call `number` of this epoch failed on another worker."""
         self._tell(Frame(RELEASE, epoch, number, reason.encode()))
+
+    def leave(self, epoch: int, reason: str) -> None:
+        """The time limit is over: leave this epoch's collectives, but do its calls."""
+        self._tell(Frame(LEAVE, epoch, 0, reason.encode()))
 
     def cancel(self, number: int) -> None:
         """Raise KeyboardInterrupt in a call of up to this number, if one runs."""

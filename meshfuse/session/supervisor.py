@@ -66,6 +66,11 @@ class Supervisor:
             if link.worker != beside and link.worker not in self.lost:
                 link.release(epoch, number, reason)
 
+    def leave(self, reason: str) -> None:
+        """The time limit is over: let all workers leave this epoch's collectives, and do its other calls."""
+        for link in self.links:
+            link.leave(self.epoch, reason)
+
     def renew(self) -> int:
         """Begin a new epoch: what failed has been told."""
         with self._lock:

@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,7 +18,7 @@ from ..runtime.environment import LOOPBACK, Environment
 from ..runtime.world import World
 from .executor import Executor
 from .links import place_of
-from .messages import BEAT, CANCEL, FAILURE, PLACE, READY, RELEASE, STOP, WHERE
+from .messages import BEAT, CANCEL, FAILURE, LEAVE, PLACE, READY, RELEASE, STOP, WHERE
 from .wire import Closed, Connection, Frame
 from .world import SessionWorld
 
@@ -51,10 +52,12 @@ def serve(spec: WorkerSpec, commands: Connection, control: Connection) -> None:
     executor = Executor(spec.worker, spec.size, spec.groups, lambda e, epoch: _world(spec, e, epoch), told)
     executor.enter()
     signal.signal(signal.SIGINT, lambda number, frame: _interrupt(executor))
-    threading.Thread(target=_listen, args=(executor, control), name="meshfuse-control", daemon=True).start()
+    listener = _Listener(executor, control)
+    threading.Thread(target=listener.run, name="meshfuse-control", daemon=True).start()
     with contextlib.suppress(Closed):
         commands.send(Frame(READY, 0, 0))
         while (frame := commands.receive()).kind != STOP:
+            listener.catch_up()
             answer = executor.handle(frame)
             del frame
             if answer is not None:
@@ -69,19 +72,39 @@ def _interrupt(executor: Executor) -> None:
         raise KeyboardInterrupt
 
 
-def _listen(executor: Executor, control: Connection) -> None:
-    """Hear the controller and show it that this process lives; end the process once it is gone."""
-    poll = select.poll()
-    poll.register(control.sock, select.POLLIN)
-    try:
-        while True:
-            # Frames that came together with the last one are no longer in the socket.
-            if not control.is_ready() and not poll.poll(_BEAT * 1000):
-                control.send(Frame(BEAT, executor.epoch, executor.running), _drop)
-                continue
-            _obey(executor, control, control.receive())
-    except (Closed, OSError):
-        _end_soon()
+class _Listener:
+    """Hears the controller, in a thread of its own, and shows it that this process lives."""
+
+    def __init__(self, executor: Executor, control: Connection):
+        self._executor, self._control = executor, control
+        self._poll = select.poll()
+        self._poll.register(control.sock, select.POLLIN)
+        self._idle_at = time.monotonic()  # when all had been heard
+
+    def run(self) -> None:
+        """Listen until the controller is gone, then end the process."""
+        try:
+            while True:
+                if self._hears(0):
+                    continue
+                self._idle_at = time.monotonic()
+                if not self._hears(_BEAT * 1000):
+                    self._control.send(Frame(BEAT, self._executor.epoch, self._executor.running), _drop)
+        except (Closed, OSError):
+            _end_soon()
+
+    def _hears(self, milliseconds: float) -> bool:
+        # Frames that came together with the last one are no longer in the socket.
+        if not self._control.is_ready() and not self._poll.poll(milliseconds):
+            return False
+        _obey(self._executor, self._control, self._control.receive())
+        return True
+
+    def catch_up(self) -> None:
+        """Before a command: hear first what was said while this process was stopped."""
+        now = time.monotonic()
+        while self._idle_at < now - 2 * _BEAT:
+            time.sleep(0.001)
 
 
 def _drop(seconds: float) -> None:
@@ -91,6 +114,8 @@ def _drop(seconds: float) -> None:
 def _obey(executor: Executor, control: Connection, frame: Frame) -> None:
     if frame.kind == RELEASE:
         executor.release(frame.epoch, frame.number, bytes(frame.payload).decode())
+    elif frame.kind == LEAVE:
+        executor.leave(frame.epoch, bytes(frame.payload).decode())
     elif frame.kind == CANCEL and 0 < executor.running <= frame.number:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
     elif frame.kind == WHERE:

@@ -52,6 +52,11 @@ class SessionWorld(World):
         if reason is not None:
             raise Released(f"{what} was left: {reason}")
 
+    def check_before_meeting(self) -> None:
+        """Raises Released, too: those that it would meet may have come and left again."""
+        super().check_before_meeting()
+        self.raise_if_failed("a meeting of workers")
+
     def check(self, work: Work) -> None:
         """Raises Released if the collective cannot complete."""
         self.raise_if_failed(str(work))
