@@ -51,6 +51,7 @@ class Executor:
         # By epoch the first call that failed here or was skipped, and the last that was done.
         self._unfinished: dict[int, int] = {}
         self._done: dict[int, int] = {}
+        self._last_done = 0  # of this epoch
         self.failure: Raised | None = None
         self._make_world, self._told = make_world, told
         self._world: World | None = None
@@ -121,12 +122,14 @@ class Executor:
             return self._report(frame) if frame.kind == CALL_AND_SYNC else None
         if frame.kind == SETTLE:
             epoch = loads(frame.payload)
-            found = self._unfinished.get(epoch, 0), self._done.get(epoch, 0)
+            last = self._last_done if epoch == self.epoch else self._done.get(epoch, 0)
+            found = self._unfinished.get(epoch, 0), last
             return Frame(DONE, self.epoch, frame.number, dumps(found)[0])
         value = self._value(frame) if frame.kind == GET and not self._skips(frame.number) else None
         return value or self._report(frame)
 
     def _renew(self, epoch: int) -> None:
+        self._done[self.epoch], self._last_done = self._last_done, 0
         self.epoch, self.failure = epoch, None
         self.leave_world()
 
@@ -142,18 +145,17 @@ class Executor:
             self.at_leave.pop()()
 
     def _call(self, frame: Frame) -> None:
-        self.running, self.since = frame.number, time.monotonic()
-        start = time.perf_counter()
+        self.running, self.since = frame.number, time.perf_counter()
         try:
             function, args, kwargs, result = loads(frame.payload, frame.buffers)
             self.registers[result] = function(*args, **kwargs)
-            self._done[self.epoch] = frame.number
+            self._last_done = frame.number
         except BaseException as error:
             self._fail(error, frame.number)
         finally:
             self.running = 0
             if self.recorder is not None:
-                self.calls.append((frame.number, start, time.perf_counter()))
+                self.calls.append((frame.number, self.since, time.perf_counter()))
 
     def record_by(self, recorder: Recorder | None) -> None:
         """Record from here on; None ends that."""

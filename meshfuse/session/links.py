@@ -30,6 +30,7 @@ class Link(Protocol):
     last: int  # the number of the last call that it was sent
     asked: int  # that of a call which it was to answer, 0 once it has
 
+    def owes_answer(self, number: int) -> bool: ...
     def send(self, frame: Frame, stalled: Callable[[float], None]) -> None: ...
     def answer(self, number: int, deadline: float) -> Frame: ...
     def release(self, epoch: int, number: int, reason: str) -> None: ...
@@ -41,12 +42,25 @@ class Link(Protocol):
     def stop(self) -> None: ...
 
 
-class ThreadLink:
+class _Asked:
+    """Which calls a worker was sent, and to which it owes an answer."""
+
+    last = asked = 0
+
+    def owes_answer(self, number: int) -> bool:
+        """Note a call that it is sent now: whether it owes an answer to an earlier one. If not, it answers this one."""
+        self.last = number
+        if self.asked:
+            return True
+        self.asked = number
+        return False
+
+
+class ThreadLink(_Asked):
     """A worker that is a thread of the controller's process."""
 
     def __init__(self, executor: Executor):
         self.worker, self.executor = executor.worker, executor
-        self.last = self.asked = 0
         self._commands: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -115,12 +129,11 @@ class ThreadLink:
         self._commands.put(Frame(STOP, 0, 0))
 
 
-class SocketLink:
+class SocketLink(_Asked):
     """A worker that is another process: a connection for its commands, and one that is read however busy it is."""
 
     def __init__(self, worker: int, commands: Connection, control: Connection, wake: int):
         self.worker, self.commands, self.control = worker, commands, control
-        self.last = self.asked = 0
         self._waiter = Waiter(commands, wake)
         self._place, self._placed = "", threading.Event()
 
@@ -131,9 +144,11 @@ class SocketLink:
     def answer(self, number: int, deadline: float) -> Frame:
         """The answer to that command. Raises Closed, Late or Woken."""
         while True:
-            if not self._waiter.wait(deadline):
-                raise Woken
-            found = self.commands.receive()
+            found = self.commands.receive_now()
+            if found is None:
+                if not self._waiter.wait(deadline):
+                    raise Woken
+                found = self.commands.receive()
             if found.number == number:
                 self.asked = 0
                 return found
@@ -196,4 +211,4 @@ def place_of(thread: threading.Thread | None, executor: Executor) -> str:
         return "waits for commands"
     frame = sys._current_frames().get((thread or threading.main_thread()).ident or 0)
     line = f" at {line_in_script(frame)}" if frame is not None else ""
-    return f"runs call {executor.running} for {time.monotonic() - executor.since:.1f} s{line}"
+    return f"runs call {executor.running} for {time.perf_counter() - executor.since:.1f} s{line}"

@@ -15,15 +15,16 @@ class Progress(Line):
 
     def __init__(self) -> None:
         super().__init__()
-        self._start, self._is_terminal = time.monotonic(), is_terminal()
+        self._start, self._is_first = time.monotonic(), True
 
     def until(self, deadline: float) -> float:
         """Until when to wait before the line is shown again."""
-        if not self._is_terminal:
-            return deadline
-        now = time.monotonic()
-        return min(deadline, max(self._start + _AFTER, now + _EVERY))
+        if self._is_first:
+            return min(deadline, self._start + _AFTER)
+        return min(deadline, time.monotonic() + _EVERY) if is_terminal() else deadline
 
     def show(self, text: str) -> None:
         """Write the text, with the seconds so far, in the place of the one before."""
-        super().show(f"meshfuse: {time.monotonic() - self._start:.0f} s, {text}")
+        self._is_first = False
+        if is_terminal():
+            super().show(f"meshfuse: {time.monotonic() - self._start:.0f} s, {text}")

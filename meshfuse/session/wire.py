@@ -50,7 +50,10 @@ class Late(TimeoutError):
 
 @dataclass(slots=True)
 class Frame:
-    """One message. `freed` are the registers that the receiver may drop before it looks at the payload."""
+    """One message. `freed` are the registers that the receiver may drop before it looks at the payload.
+
+    written: all of a small message, once it has been written: it may go to several peers.
+    """
 
     kind: int
     epoch: int
@@ -58,6 +61,7 @@ class Frame:
     payload: Buffer = b""
     buffers: Sequence[Buffer] = ()
     freed: Sequence[int] = ()
+    written: bytes = b""
 
 
 class Connection:
@@ -87,26 +91,30 @@ class Connection:
         A send that `stalled` ends leaves half a frame behind: the connection cannot be used any more.
         """
         with self._sending:
-            self._send(frame, stalled)
+            if frame.buffers or self._reader.released or len(frame.payload) >= _CHUNK:
+                self._send(frame, stalled)
+            else:
+                self._send_small(frame.written or _write_small(frame), stalled)
+
+    def _send_small(self, data: bytes, stalled: Callable[[float], None]) -> None:
+        try:
+            sent = self.sock.send(data)
+        except BlockingIOError:  # after SO_SNDTIMEO
+            sent = 0
+        except OSError as error:
+            raise Closed(str(error)) from None
+        if sent < len(data):
+            self._write_rest([data], sent, stalled)
 
     def _send(self, frame: Frame, stalled: Callable[[float], None]) -> None:
         buffers, payload, fd, extras = frame.buffers, frame.payload, None, b""
         if buffers:
             extras, fd, buffers = self._extras(frame)
-        elif frame.freed or self._reader.released:
+        else:
             extras = _marshalled(frame.freed, self._reader.take_released(), (), ())
         header = _HEADER.pack(_MAGIC, frame.kind, frame.epoch, frame.number, len(extras), len(payload))
         try:
-            if not buffers and fd is None and len(payload) < _CHUNK:
-                data = header + extras + payload
-                sent = self.sock.send(data)
-                if sent == len(data):
-                    return
-                self._write_rest([data], sent, stalled)
-            else:
-                self._write([header + extras, payload, *buffers], fd, stalled)
-        except BlockingIOError:  # after SO_SNDTIMEO
-            self._write([header + extras, payload], None, stalled)
+            self._write([header + extras, payload, *buffers], fd, stalled)
         except OSError as error:
             raise Closed(str(error)) from None
         finally:
@@ -143,19 +151,21 @@ class Connection:
 
     def receive(self) -> Frame:
         """The next frame. Raises Closed at the end of the connection, BadFrame for what is none."""
-        if not self._pending:
-            self._pending += self._read(self._more)
-        while len(self._pending) < _HEADER.size:
-            self._pending += self._read(self._more)
-        magic, kind, epoch, number, extras_size, size = _HEADER.unpack_from(self._pending)
+        data = self._pending or self._read(self._more)
+        while len(data) < _HEADER.size:
+            data += self._read(self._more)
+        magic, kind, epoch, number, extras_size, size = _HEADER.unpack_from(data)
         if magic != _MAGIC or extras_size > MOST_EXTRAS or size > MOST_PAYLOAD:
             self.close()
-            raise BadFrame(f"no frame: it begins with {bytes(self._pending[:16])!r}")
-        body = self._take(_HEADER.size + extras_size + size)
-        payload = body[_HEADER.size + extras_size :]
+            raise BadFrame(f"no frame: it begins with {bytes(data[:16])!r}")
+        start = _HEADER.size + extras_size
+        end = start + size
+        while len(data) < end:
+            data += self._read(lambda: self._more(end - len(data)))
+        self._pending, payload = data[end:], data[start:end]
         if not extras_size:
             return Frame(kind, epoch, number, payload)
-        freed, released, sizes, segment = marshal.loads(body[_HEADER.size : _HEADER.size + extras_size])
+        freed, released, sizes, segment = marshal.loads(data[_HEADER.size : start])
         if released and self._writer is not None:
             self._writer.give_back(released)
         return Frame(kind, epoch, number, payload, self._buffers(sizes, segment) if sizes else (), freed)
@@ -179,25 +189,30 @@ class Connection:
             have += self._read(lambda rest=view[have:]: self.sock.recv_into(rest))
         return view
 
-    def _take(self, size: int) -> bytes:
-        while len(self._pending) < size:
-            self._pending += self._read(lambda: self._more(size - len(self._pending)))
-        data, self._pending = self._pending[:size], self._pending[size:]
-        return data
-
     def _read(self, action: Callable[[], Any]) -> Any:
         try:
             data = action()
+        except BlockingIOError:
+            raise
         except OSError as error:
             raise Closed(str(error)) from None
         if not data:
             raise Closed("the peer has closed the connection")
         return data
 
-    def _more(self, size: int = 0) -> bytes:
+    def receive_now(self) -> Frame | None:
+        """The next frame, if its beginning has come."""
+        if not self._pending:
+            try:
+                self._pending = self._read(lambda: self._more(flags=socket.MSG_DONTWAIT))
+            except BlockingIOError:
+                return None
+        return self.receive()
+
+    def _more(self, size: int = 0, flags: int = 0) -> bytes:
         if not self._unix:
-            return self.sock.recv(max(_CHUNK, size))
-        data, ancillary, _, _ = self.sock.recvmsg(max(_CHUNK, size), _FDS)
+            return self.sock.recv(max(_CHUNK, size), flags)
+        data, ancillary, _, _ = self.sock.recvmsg(max(_CHUNK, size), _FDS, flags)
         for level, kind, found in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._fds.frombytes(found[: len(found) - len(found) % self._fds.itemsize])
@@ -232,6 +247,13 @@ class Waiter:
             raise Late
         own = self._connection.fileno()
         return found[0][0] == own or found[-1][0] == own
+
+
+def _write_small(frame: Frame) -> bytes:
+    extras = _marshalled(frame.freed, (), (), ()) if frame.freed else b""
+    head = _HEADER.pack(_MAGIC, frame.kind, frame.epoch, frame.number, len(extras), len(frame.payload))
+    frame.written = head + extras + frame.payload
+    return frame.written
 
 
 def _marshalled(*extras: Any) -> bytes:

@@ -49,9 +49,12 @@ class Workers:
     def call(self, what: str, payload: Buffer, buffers: Sequence[Buffer], freed: Sequence[int]) -> None:
         """Send one call to all workers; `what` is for errors."""
         number, start = self._begin(what)
+        epoch = self.supervisor.epoch
+        # A worker that owes no answer answers the call: a sync that comes next has one message less.
+        first, others = [Frame(kind, epoch, number, payload, buffers, freed) for kind in (CALL_AND_SYNC, CALL)]
         # Threads last: they would take the interpreter's lock from the sends.
         for link in reversed(self.links):
-            self._send_call(link, number, payload, buffers, freed)
+            self.send(link, others if link.owes_answer(number) else first)
         self._end(what, number, start)
 
     def call_each(self, what: str, own: Sequence[tuple[Buffer, Sequence[Buffer]]], freed: Sequence[int]) -> None:
@@ -79,10 +82,7 @@ class Workers:
     def _send_call(
         self, link: Link, number: int, payload: Buffer, buffers: Sequence[Buffer], freed: Sequence[int]
     ) -> None:
-        """Send a call. A worker that owes no answer answers it: a sync that comes next has one message less."""
-        link.last, kind = number, CALL
-        if not link.asked:
-            link.asked, kind = number, CALL_AND_SYNC
+        kind = CALL if link.owes_answer(number) else CALL_AND_SYNC
         self.send(link, Frame(kind, self.supervisor.epoch, number, payload, buffers, freed))
 
     def get(self, worker: int, what: str, payload: Buffer) -> Frame:
