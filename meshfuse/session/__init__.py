@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from . import autograd, optim, rpc
+from . import autograd, nn, optim, rpc
 from .builtin import group_id, num_workers, worker_id
 from .client import Client, connect
 from .dref import DRef
@@ -25,7 +25,7 @@ __all__ = [
     "Client", "ConnectionRefused", "DRef", "LaunchedSession", "ProcessSession", "RaySession", "Released",
     "RemoteDefinition", "RemoteModule", "RemoteOptimizer", "Session", "SessionError", "SocketSession",
     "ThreadedSession", "WorkerError", "WorkerLost", "WorkerTimeout", "autograd", "connect", "group_id",
-    "num_workers", "optim", "register_func", "register_global_func", "rpc", "worker_id",
+    "num_workers", "nn", "optim", "register_func", "register_global_func", "rpc", "worker_id",
 ]  # fmt: skip
 
 

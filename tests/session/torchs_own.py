@@ -21,6 +21,7 @@ SUITES = {
     "rpc.dist_optimizer_test": ("DistOptimizerTest",),
     "rpc.examples.parameter_server_test": ("ParameterServerTest",),
     "rpc.examples.reinforcement_learning_rpc_test": ("ReinforcementLearningRpcTest",),
+    "nn.api.remote_module_test": ("RemoteModuleTest", "ThreeWorkersRemoteModuleTest"),
     "ddp_under_dist_autograd_test": ("DdpUnderDistAutogradTest", "DdpComparisonTest"),
 }
 RUNNER = """
@@ -32,6 +33,7 @@ import types
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd
+import torch.distributed.nn.api.remote_module
 import torch.distributed.optim
 import torch.distributed.rpc
 import torch.multiprocessing
@@ -47,11 +49,12 @@ def replace(name, ours):
     setattr(sys.modules[parent], last, ours)
 
 if not os.environ.get("WITH_TORCH"):
-    from meshfuse.session import autograd, optim, rpc
+    from meshfuse.session import autograd, nn, optim, rpc
 
     for last in ("constants", "functions", "backend_registry", "api"):
         replace(f"torch.distributed.rpc.{last}", importlib.import_module(f"meshfuse.session.rpc.{last}"))
     rpc.internal = sys.modules["torch.distributed.rpc.internal"]
+    torch.distributed.nn.RemoteModule = torch.distributed.nn.api.remote_module.RemoteModule = nn.RemoteModule
     for name, ours in (("rpc", rpc), ("autograd", autograd), ("optim", optim)):
         replace(f"torch.distributed.{name}", ours)
 
