@@ -76,7 +76,8 @@ def steps(axes: Any, results: Results) -> None:
 def calls(axes: Any, results: Results) -> None:
     """Times of calls, and of copies by their rates, beside torch's or a bare channel's: the left side is faster."""
     names = [r["name"] for r in results]
-    for of, colour, marker in (("torch", OURS, "o"), ("torch's rpc", OURS, "D"), ("a bare channel", GREY, "s")):
+    for of, colour, marker in (("torch", OURS, "o"), ("torch's rpc", OURS, "D"), ("a bare channel", GREY, "s"),
+                               ("meshfuse run", HAND, "^")):  # fmt: skip
         there = [(1 / r["ratio"] if "GiB" in r["name"] else r["ratio"], place)
                  for place, r in enumerate(results) if r["rival_name"] == of]  # fmt: skip
         if there:

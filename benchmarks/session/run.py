@@ -3,7 +3,7 @@
     python benchmarks/session/run.py [--count N]
 
 The bare channel is what Python itself takes: three processes behind socket pairs that send 28 bytes back, and a thread
-behind a queue. Each measurement is repeated in turn with its rival's, so that other load falls on both.
+behind a queue. A decode step through a session is beside the same one under `meshfuse run`. Each measurement is repeated in turn with its rival's, so that other load falls on both.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import decode
 import torch
 
 import meshfuse.session as di
@@ -191,6 +192,7 @@ def rpc_times(name: str, count: int) -> dict[str, float]:
 BARS = {
     "call + sync, 4 threads": 50.0, "call + sync, 4 processes": 120.0, "issue, 4 processes": 25.0,
     "64 MB to a process, GiB/s": 2.0, "rpc_sync": 0.7, "forward + backward through 3": 0.7,
+    "GPT decode step, 2 ranks": 1.03,
 }  # fmt: skip
 
 
@@ -223,7 +225,10 @@ def measured(count: int, rounds: int) -> list[dict[str, object]]:
     pairs = [(rpc_times("meshfuse", count), rpc_times("torch", count)) for _ in range(rounds)]
     ours, theirs = (medians([pair[side] for pair in pairs]) for side in (0, 1))
     results.append(row("64 MB to a process, GiB/s", copied, theirs["64 MB to a process, GiB/s"], "torch's rpc"))
-    return results + [row(name, value, theirs[name], "torch") for name, value in ours.items()]
+    results += [row(name, value, theirs[name], "torch") for name, value in ours.items()]
+    steps = [{kind: decode.measured(kind, min(count, 100)) for kind in ("session", "ranks")} for _ in range(rounds)]
+    step = medians(steps)
+    return [*results, row("GPT decode step, 2 ranks", step["session"], step["ranks"], "meshfuse run")]
 
 
 def main() -> None:
