@@ -2,7 +2,7 @@
 
     python benchmarks/session/decode.py [--count N]
 
-Each token is read before the next step, as a script that generates does. The cache of keys and values stays where it is.
+Each token is read before the next step, as a script that generates does. The cache of keys and values stays in place.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(2)])
 
-    def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, here: torch.Tensor, seen: torch.Tensor):
+    def forward(
+        self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, here: torch.Tensor, seen: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         y = self.norms[0](x)
         q, k, v = (f(y).view(x.shape[0], 1, HEADS, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
         keys, values = torch.where(here, k, keys), torch.where(here, v, values)

@@ -3,7 +3,8 @@
     python benchmarks/session/run.py [--count N]
 
 The bare channel is what Python itself takes: three processes behind socket pairs that send 28 bytes back, and a thread
-behind a queue. A decode step through a session is beside the same one under `meshfuse run`. Each measurement is repeated in turn with its rival's, so that other load falls on both.
+behind a queue. A decode step through a session is beside the same one under `meshfuse run`. Each measurement is
+repeated in turn with its rival's, so that other load falls on both.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`RemoteModule`: a module on one rpc worker, called from others, as `torch.distributed.nn` has it.
 
-    m = nn.RemoteModule("worker1/cpu", torch.nn.Linear, args=(20, 30))
-    y = m(x)                                    # in an autograd context gradients reach worker1, and x
-    optimizer = optim.DistributedOptimizer(torch.optim.SGD, m.remote_parameters(), lr=0.1)
+m = nn.RemoteModule("worker1/cpu", torch.nn.Linear, args=(20, 30))
+y = m(x)                                    # in an autograd context gradients reach worker1, and x
+optimizer = optim.DistributedOptimizer(torch.optim.SGD, m.remote_parameters(), lr=0.1)
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import functools
 import marshal
 import os
 import select
@@ -161,7 +162,7 @@ class Connection:
         start = _HEADER.size + extras_size
         end = start + size
         while len(data) < end:
-            data += self._read(lambda: self._more(end - len(data)))
+            data += self._read(functools.partial(self._more, end - len(data)))
         self._pending, payload = data[end:], data[start:end]
         if not extras_size:
             return Frame(kind, epoch, number, payload)

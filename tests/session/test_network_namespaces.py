@@ -63,7 +63,8 @@ CONTROLLER = """
             x.debug_copy_from(3, torch.arange(3.0))
             assert x[3].tolist() == [0.0, 1.0, 2.0]
             mesh = mf.DeviceMesh((2, 2), ("dp", "tp"))
-            m = s.load_module(make_net, mesh, {{"up": "colwise", "down": "rowwise"}}, inputs={{"x": ["dp", None]}}, seed=1)
+            plan = {{"up": "colwise", "down": "rowwise"}}
+            m = s.load_module(make_net, mesh, plan, inputs={{"x": ["dp", None]}}, seed=1)
             plain, data = make_net(), torch.randn(4, 16)
             plain.load_state_dict(m.state_dict())
             torch.testing.assert_close(m(data)["out"].full_tensor(), plain(data)["out"].detach())

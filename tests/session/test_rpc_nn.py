@@ -93,9 +93,7 @@ def test_it_can_be_sent_and_made_of_a_reference() -> None:
     remote, x = nn.RemoteModule("worker1", Part, (5,)), torch.randn(2, 4)
     expected = Part(5)(x)
     torch.testing.assert_close(rpc.rpc_sync("worker2", forward_there, (remote, x)), expected)
-    again = rpc.rpc_sync(
-        "worker2", nn.RemoteModule.init_from_module_rref, ("worker1/cpu", remote.get_module_rref())
-    )
+    again = rpc.rpc_sync("worker2", nn.RemoteModule.init_from_module_rref, ("worker1/cpu", remote.get_module_rref()))
     torch.testing.assert_close(again(x), expected)
     with pytest.raises(ArgumentError, match="Cannot pickle RemoteModule in python pickler") as caught:
         pickle.dumps(remote)
@@ -123,5 +121,5 @@ def test_what_is_refused() -> None:
     remote = nn.RemoteModule("worker1", Part, (1,))
     with pytest.raises(ValueError, match="Method ``state_dict`` not supported for RemoteModule"):
         remote.state_dict()
-    with pytest.raises(ValueError, match="Method ``parameters`` not supported.*use ``remote_parameters`` instead"):
+    with pytest.raises(ValueError, match=r"Method ``parameters`` not supported.*use ``remote_parameters`` instead"):
         remote.parameters()
