@@ -250,7 +250,7 @@ class Workers:
         self._renew()
         until = time.monotonic() + _AT_REST
         asked = zip(self.links, self._ask_to_settle(epoch), strict=True)
-        found = {link: link.worker not in mute and self._found(link, number, until) for link, number in asked}
+        found = {link: None if link.worker in mute else self._found(link, number, until) for link, number in asked}
         first = min((left for answer in found.values() if answer and (left := loads(answer.payload)[0])), default=0)
         for link, answer in found.items():
             if first and not answer:
