@@ -13,8 +13,8 @@ from ..errors import caller_line, user_error
 from ..executor.dtensor import is_dtensor, settled
 from ..runtime.world import World
 from ..sharding.value import Sharding
-from .calls import Call
-from .captured_graph import Captured, Source
+from .calls import Call, check_apart
+from .captured_graph import Captured, Source, differentiable
 from .placing import Place, Places
 from .steps import Half, Step
 
@@ -43,6 +43,7 @@ class Runner:
         self._getters = [_getter(module, graph, source) for source in self.sources]
         self._results = [source for source in step.forward.outputs if source.kind == "result"]
         self._mutated = [source for source in step.forward.outputs if source.kind == "mutation"]
+        self._changed = [source.place for source in self._mutated if source.of == "argument"]
         self._wraps = [self._wrap(source, i) for i, source in enumerate(self._results)]
         self._draws = any(node.draws for node in step.forward.fd.recording.nodes)
         self._left = {name: places.of_terms(name, axes) for name, axes in step.left.items()}
@@ -63,8 +64,10 @@ class Runner:
         """The forward's results, as its tree of them."""
         pairs = zip(self.sources, self._getters, strict=True)
         values = [call.leaves[s.place] if g is None else g[0][g[1]] for s, g in pairs]
+        if self._changed:
+            check_apart(call, self._changed)
         found = self.forward(values)[0] if self.step.backward is None else _Function.apply(self, *values)
-        leaves: list[Any] = [None] * self.graph.results.num_leaves
+        leaves = [self.step.fixed.get(place) for place in range(self.graph.results.num_leaves)]
         for source, value in zip(self._results, found, strict=True):
             leaves[source.place] = value
         return pytree.tree_unflatten(leaves, self.graph.results)
@@ -194,7 +197,7 @@ class _Function(torch.autograd.Function):
         ctx.saved_count = len(saved)
         # Not saved for backward: torch would mind that a script changes them in place before it.
         ctx.primals = [v for v, needed in zip(values, ctx.needs_input_grad[1:], strict=True) if needed]
-        ctx.mark_non_differentiable(*[r for r in results if not r.is_floating_point()])
+        ctx.mark_non_differentiable(*[r for r in results if not differentiable(r.dtype)])
         return tuple(results)
 
     @staticmethod

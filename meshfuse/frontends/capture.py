@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,13 +29,14 @@ from torch.utils import _pytree as pytree
 
 from ..errors import MeshfuseError, SourceLine, user_error
 from ..long_work import saying
-from .captured_graph import Captured, Source
+from .captured_graph import Captured, Source, differentiable
 from .decompositions import decompositions
 from .forward_reads import ForwardReads, reads_of
 from .functions import others_captured
 from .hugging_face import install_recorders, without_new_caches
 from .kv_caches import INNER, a_new_cache
 
+_CLASS = re.compile(r"<class '([^']+)'>")
 # What torch raises where it cannot trace: errors of its own, and those of the ops that it runs on fake tensors.
 _NOT_TRACED = (TorchDynamoException, UserError, RuntimeError, AssertionError, LookupError, TypeError, ValueError)
 
@@ -64,6 +66,10 @@ def captured(
             return _with_first_names(_traced(stack, module, args, kwargs, scalars_only), module)
         except MeshfuseError:
             raise
+        except SyntaxError as error:  # of torch's, where nothing that the graph makes is a result
+            raise _only_attributes(
+                "an attribute of an argument or a parameter, such as x.T, and nothing else"
+            ) from error
         except _NOT_TRACED as error:
             raise not_captured(module, error, line, given()) from error
 
@@ -89,12 +95,19 @@ def _traced(
     inputs += [(node, _constant(joint.graph_module, node)) for node in graph.find_nodes(op="get_attr")]
     (end,) = graph.find_nodes(op="output")
     returned = pytree.tree_leaves(end.args[0], is_leaf=lambda leaf: leaf is None)
-    outputs = [
-        (node, _source_of_output(desc))
-        for node, desc in zip(returned, end.meta["desc"], strict=True)
-        if desc is not None
-    ]
-    return Captured(joint.graph_module, tuple(inputs), tuple(outputs), joint.out_spec, scalars_only, reads)
+    ends = [(node, _source_of_output(desc)) for node, desc in zip(returned, end.meta["desc"], strict=True) if desc]
+    outputs = tuple([(node if _is_tensor(node) else None, source) for node, source in ends])
+    fixed = {source.place: _value(node) for node, source in ends if not _is_tensor(node) and source.kind == "result"}
+    return Captured(joint.graph_module, tuple(inputs), outputs, joint.out_spec, scalars_only, reads, fixed)
+
+
+def _is_tensor(returned: Any) -> bool:
+    return isinstance(returned, torch.fx.Node) and isinstance(_value(returned), torch.Tensor)
+
+
+def _value(returned: Any) -> Any:
+    """What a graph returns: a tensor without numbers, a symbolic size, or the number itself."""
+    return returned.meta.get("val") if isinstance(returned, torch.fx.Node) else returned
 
 
 def _forward_graph(
@@ -129,12 +142,17 @@ def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Source:
     """
     value = getattr(module, str(node.target))
     if not _has_numbers(value):
-        raise user_error(
-            "a result that is an attribute of an argument or a parameter", f"one of shape {list(value.shape)}",
-            "one that an op makes", "Write x.transpose(0, 1) in the place of x.T, or x.transpose(-2, -1) of x.mT.",
-        )  # fmt: skip
+        raise _only_attributes(f"one of shape {list(value.shape)}")
     node.meta.setdefault("val", value)
     return Source("constant", str(node.target))
+
+
+def _only_attributes(found: str) -> MeshfuseError:
+    return user_error(
+        "a result that is an attribute of an argument or a parameter", found, "one that an op makes",
+        "Write x.transpose(0, 1) in the place of x.T, x.transpose(-2, -1) of x.mT, torch.real(x) of x.real, "
+        "torch.imag(x) of x.imag, and x.detach() of x.data.",
+    )  # fmt: skip
 
 
 def _has_numbers(value: torch.Tensor) -> bool:
@@ -176,7 +194,7 @@ def _detach_others(made: torch.fx.GraphModule) -> bool:
     """Let no gradient come from results that have dims, if there are others; whether there are."""
     (end,) = made.graph.find_nodes(op="output")
     values = {node: node.meta.get("example_value", node.meta.get("val")) for node in end.all_input_nodes}
-    floats = {n: v for n, v in values.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    floats = {n: v for n, v in values.items() if isinstance(v, torch.Tensor) and differentiable(v.dtype)}
     if not any(v.requires_grad for v in floats.values() if not v.ndim):
         return False
     with made.graph.inserting_before(end):
@@ -245,11 +263,24 @@ def not_captured(module: nn.Module, error: Exception, line: SourceLine, given: s
     text = " ".join(str(error).split())
     if "cache_utils" in text and "in output" in text:
         return a_new_cache(_called(module), where)
+    if "out.backend_input must not be None" in text:
+        return user_error(f"{_called(module)} returns no tensor that its ops make", "", "at least one", "", where)
+    if "pytree" in text and (named := _CLASS.search(text)) is not None:
+        return _unregistered(_called(module), named[1], where)
     what = f"{_called(module)} is not one graph"
     return user_error(
         f"{what}: {where.text}" if where.text else what, f"{text[:300]}, arguments {given}",
         "tensor code without data-dependent control flow and calls into other libraries",
         "Use torch.where in the place of `if`, take prints out, or compute it outside of the model.", where,
+    )  # fmt: skip
+
+
+def _unregistered(called: str, name: str, where: SourceLine) -> MeshfuseError:
+    short = name.rpartition(".")[2]
+    return user_error(
+        f"{called} takes or returns a class that torch cannot look into", name,
+        "tensors, numbers, and tuples, lists, dicts and registered dataclasses of them",
+        f"For a dataclass call torch.export.register_dataclass({short}) once.", where,
     )  # fmt: skip
 
 

@@ -76,7 +76,9 @@ class Translator:
         return found
 
     def _translation(self, node: torch.fx.Node) -> Translation:
-        return Translation(self.fd, node.meta.get("val"), self.sizes, self.spreads.get(node))
+        first = node.args[0] if node.args else None
+        taken = first.meta.get("val") if isinstance(first, torch.fx.Node) else None
+        return Translation(self.fd, node.meta.get("val"), self.sizes, self.spreads.get(node), taken)
 
     def _argument(self, value: Any) -> Any:
         """An argument of a node with the values of the nodes in it."""
