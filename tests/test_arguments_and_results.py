@@ -1,4 +1,4 @@
-"""What functions and models of torch take and return besides plain tensors: as in eager torch, or an error that says why."""
+"""What models of torch take and return besides plain tensors: as in eager torch, or an error that says why."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
                           r"attribute of an argument.*torch\.imag"),
     "nothing": (lambda: compiled(lambda x: None)(numbers(6, 4)), "returns no tensor"),
     "numbers alone": (lambda: compiled(lambda x: (len(x), 2))(numbers(6, 4)), "returns no tensor"),
-    "a class": (lambda: compiled(lambda x: Plain(x * 2))(numbers(6, 4)), r"cannot look into.*Plain.*register_dataclass"),
-    "an argument of a class": (lambda: mf.parallelize(OfBatches(), MESH)(Plain(numbers(6, 4))), r"cannot look into.*Plain"),
+    "a class": (lambda: compiled(lambda x: Plain(x * 2))(numbers(6, 4)), r"cannot look.*Plain.*register_dataclass"),
+    "an object": (lambda: mf.parallelize(OfBatches(), MESH)(Plain(numbers(6, 4))), r"cannot look.*Plain"),
     "an argument twice": (lambda: compiled(_overlapping)(x := numbers(6, 4), x), r"shares memory with another.*clone"),
     "parts that overlap": (lambda: compiled(_overlapping)((x := numbers(8, 4))[:6], x[2:]), r"numbers? 1 and 2.*clone"),
 }  # fmt: skip

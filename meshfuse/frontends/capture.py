@@ -67,9 +67,7 @@ def captured(
         except MeshfuseError:
             raise
         except SyntaxError as error:  # of torch's, where nothing that the graph makes is a result
-            raise _only_attributes(
-                "an attribute of an argument or a parameter, such as x.T, and nothing else"
-            ) from error
+            raise _only_attributes("it alone, such as x.T") from error
         except _NOT_TRACED as error:
             raise not_captured(module, error, line, given()) from error
 

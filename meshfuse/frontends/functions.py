@@ -22,8 +22,9 @@ def _embedding_bag(
     norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
     per_sample_weights: torch.Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """torch's embedding_bag; of bags of one size the rows of a matrix, as a sum, mean or maximum of embeddings; a sum or
-    mean of bags of several sizes adds the rows to their bags."""
+    """torch's embedding_bag, in ops that have rules and gradients: of bags of one size a matrix of embeddings is reduced,
+    of several sizes embeddings are added to their bags. Maxima of bags of several sizes, or with padding, stay torch's.
+    """
     if mode == "max" and (padding_idx is not None or input.ndim != 2 or not input.shape[1]):
         return _BAG(
             input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,

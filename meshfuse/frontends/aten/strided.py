@@ -54,7 +54,8 @@ def _memory(
     if not _is_dense([x.type.shape[d] for d in order], [steps[d] for d in order]) or not is_inside:
         raise user_error(
             "as_strided of a part of the memory", f"sizes {list(size)}, strides {list(stride)} of {x.type}",
-            "elements of the tensor itself, which is no part of another", "Write it with slices, reshapes and permutes.",
+            "elements of the tensor itself, which is no part of another",
+            "Write it with slices, reshapes and permutes.",
         )  # fmt: skip
     return order, first
 
