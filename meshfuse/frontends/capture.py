@@ -32,7 +32,7 @@ from ..long_work import saying
 from .captured_graph import Captured, Source, differentiable
 from .decompositions import decompositions
 from .forward_reads import ForwardReads, reads_of
-from .functions import others_captured
+from .functions import others_captured, with_both_branches
 from .hugging_face import install_recorders, without_new_caches
 from .kv_caches import INNER, a_new_cache
 
@@ -77,6 +77,7 @@ def _traced(
 ) -> Captured:
     made, reads = _forward_graph(module, args, kwargs)
     scalars_only = scalars_only and _detach_others(made)
+    with_both_branches(made)
     stack.enter_context(tracing(TracingContext(made.meta["fake_mode"])))
     table = decompositions()
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
@@ -136,9 +137,16 @@ def _with_first_names(graph: Captured, module: nn.Module) -> Captured:
 def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Source:
     """A tensor that the graph holds, as an input.
 
-    Raises DefinitionError for a fake one: Dynamo returns x.T of an argument so, and not as an op of the graph.
+    Raises DefinitionError for a fake one: Dynamo returns x.T of an argument so, and not as an op of the graph; and for
+    the body of a loop or another function of functions.
     """
     value = getattr(module, str(node.target))
+    if not isinstance(value, torch.Tensor):
+        (name, *_) = [str(user.target) for user in node.users] or [str(node.target)]
+        raise user_error(
+            f"{name} has functions among its arguments", "one that a graph of ops does not have", "ops alone",
+            "Write a loop in Python, whose steps are then all in the graph, and a choice with torch.where.",
+        )  # fmt: skip
     if not _has_numbers(value):
         raise _only_attributes(f"one of shape {list(value.shape)}")
     node.meta.setdefault("val", value)
@@ -246,7 +254,10 @@ def _quiet() -> Iterator[None]:
     config.ignore_logging_functions |= found  # pyright: ignore[reportAttributeAccessIssue]
     try:
         # Sizes are numbers, but for those that are marked. LSTMs and GRUs are written out, step by step.
-        static = config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True, allow_rnn=True)
+        # Gradients that a forward takes itself, such as forces of an energy, are part of its graph.
+        static = config.patch(
+            automatic_dynamic_shapes=False, assume_static_by_default=True, allow_rnn=True, trace_autograd_ops=True
+        )
         with warnings.catch_warnings(), static:
             warnings.filterwarnings("ignore", "While compiling, we found certain side effects", UserWarning)
             warnings.filterwarnings("ignore", "TF32 acceleration on top of oneDNN", UserWarning)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -22,8 +22,10 @@ def _embedding_bag(
     norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
     per_sample_weights: torch.Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """torch's embedding_bag, in ops that have rules and gradients: of bags of one size a matrix of embeddings is reduced,
-    of several sizes embeddings are added to their bags. Maxima of bags of several sizes, or with padding, stay torch's.
+    """torch's embedding_bag, in ops that have rules and gradients: of bags of one size a matrix of embeddings is
+    reduced, of several sizes embeddings are added to their bags.
+
+    Maxima of bags of several sizes, or with padding, stay torch's.
     """
     if mode == "max" and (padding_idx is not None or input.ndim != 2 or not input.shape[1]):
         return _BAG(
@@ -55,6 +57,21 @@ def _of_bags(rows: torch.Tensor, ndim: int, offsets: torch.Tensor | None, is_las
 
 
 _OTHERS: dict[Any, Callable[..., Any]] = {sdpa.TORCHS: sdpa.as_one_op, _BAG: _embedding_bag}
+
+
+def with_both_branches(module: torch.nn.Module) -> None:
+    """Have both branches of every torch.cond be computed, and the results of one be chosen: ranks cannot branch."""
+    for graph in [part for part in module.modules() if isinstance(part, torch.fx.GraphModule)]:
+        found = graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.cond)
+        for node in found:
+            node.target = _chosen
+        if found:
+            graph.recompile()
+
+
+def _chosen(predicate: Any, then: Callable[..., Any], otherwise: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    pairs = zip(then(*operands), otherwise(*operands), strict=True)
+    return tuple([torch.where(predicate, a, b) if isinstance(a, torch.Tensor) else a for a, b in pairs])
 
 
 class _Replacing(TorchFunctionMode):

@@ -30,12 +30,8 @@ def _as_strided_scatter(
     order, first = _memory(t, x, size, stride, storage_offset)
     values = t.reshape(t.cast(source, x.dtype), [math.prod(size)])
     flat = t.ops.scatter(_flat(t, x, order), _places(t, size, stride, first), values, 0)
-    shape = [x.type.shape[d] for d in order]
-    return (
-        t.ops.permute(t.reshape(flat, shape), [order.index(d) for d in range(x.ndim)])
-        if x.ndim
-        else t.reshape(flat, [])
-    )
+    moved = t.reshape(flat, [x.type.shape[d] for d in order])
+    return t.ops.permute(moved, [order.index(d) for d in range(x.ndim)]) if order != sorted(order) else moved
 
 
 def _memory(
@@ -76,7 +72,6 @@ def _places(t: Translation, size: Sequence[int], stride: Sequence[int], first: i
     """The place in memory of every element of a view, flattened."""
     found = t.full(first, [1] * len(size), t.ops.iota(1).dtype)
     for dim, (n, step) in enumerate(zip(size, stride, strict=True)):
-        found = t.ops.add(
-            found, t.along(t.ops.iota(n, 0, step) if step else t.full(0, [n], found.dtype), dim, len(size))
-        )
+        along = t.ops.iota(n, 0, step) if step else t.full(0, [n], found.dtype)
+        found = t.ops.add(found, t.along(along, dim, len(size)))
     return t.reshape(t.expand(found, size), [math.prod(size)])
