@@ -183,7 +183,9 @@ class Arguments:
         for place in self.call.places:
             leaf = leaves[place]
             found = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
-            made = torch.empty(self.shapes[place], dtype=found, device=device)
+            # torch reads a tensor without dims while it traces, but keeps no number that comes of it.
+            new = torch.empty if self.shapes[place] else torch.zeros
+            made = new(self.shapes[place], dtype=found, device=device)
             for dim in dynamic.get(self.names[place], ()):
                 torch._dynamo.mark_dynamic(made, dim % made.ndim)
             leaves[place] = made.requires_grad_(leaf.requires_grad)

@@ -64,7 +64,7 @@ class Translator:
         try:
             return self._fitted(node, self._rule(node)(self._translation(node), *args, **kwargs))
         except MeshfuseError as error:
-            error.where = error.where or self.fd.at
+            error.where = self.fd.at if self.fd.at.line or error.where is None else error.where
             raise
 
     def _rule(self, node: torch.fx.Node) -> Any:
