@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import meshfuse as mf
-from frontend_models import difference, pair
+from frontend_models import difference, gradients_differ_by, pair, parameters_differ_by
 
 MESH = mf.DeviceMesh((3,), ("dp",))
 
@@ -138,3 +138,28 @@ def test_an_argument_that_is_changed_beside_others_apart() -> None:
         x = numbers(12, 4)
         found += [each(x[:6], x[6:]), x]
     assert difference(found[2], found[0]) < 1e-12 and difference(found[3], found[1]) < 1e-12
+
+
+class TwoHeads(nn.Module):
+    """Rows of a table that is scaled down in place, and two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4, max_norm=0.5)
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 6)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x = self.table(ids)
+        return self.first(x), self.second(x)
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+def test_gradients_of_what_a_loss_does_not_use_are_none_and_parameters_may_change_in_place(used: Any) -> None:
+    model, eager = pair(lambda: TwoHeads().double())
+    mf.parallelize(model, MESH, {"table": ["dp", None], "second": ["dp", None]})
+    for ids in (torch.tensor([0, 3, 3, 6]), torch.tensor([1, 3, 5, 5])):
+        for each in (model, eager):
+            each.zero_grad()
+            results = each(ids)
+            torch.stack([results[i].square().sum() for i in used]).sum().backward()
+        assert gradients_differ_by(model, eager) < 1e-10 and parameters_differ_by(model, eager) < 1e-10

@@ -43,6 +43,7 @@ class Runner:
         self._getters = [_getter(module, graph, source) for source in self.sources]
         self._results = [source for source in step.forward.outputs if source.kind == "result"]
         self._mutated = [source for source in step.forward.outputs if source.kind == "mutation"]
+        self._fed_by: Mapping[Source, frozenset[int]] | None = None
         self._changed = [source.place for source in self._mutated if source.of == "argument"]
         self._wraps = [self._wrap(source, i) for i, source in enumerate(self._results)]
         self._draws = any(node.draws for node in step.forward.fd.recording.nodes)
@@ -128,9 +129,25 @@ class Runner:
                       enumerate(zip(self._results, tangents, strict=True))}  # fmt: skip
         outputs = self._run(half, [_local(by_source[s]) for s in half.inputs])
         found: list[Any] = [None] * len(self.sources)
+        none = self._unfed(tangents)
         for source, gradient in zip(half.outputs, outputs, strict=True):
+            if source in none:
+                continue
             found[self._index[source.of_input()]] = self._gradient(source, gradient)
         return found
+
+    def _unfed(self, tangents: Sequence[Any]) -> set[Source]:
+        """The gradients that come of results alone that no gradient came for; torch has None for them.
+
+        Those that have terms of earlier calls added to them are not nothing.
+        """
+        missing = {s.place for s, t in zip(self._results, tangents, strict=True) if t is None}
+        if not missing:
+            return set()
+        if self._fed_by is None:
+            self._fed_by = self.graph.fed_by()
+        unfed = {source for source, places in self._fed_by.items() if places and places <= missing}
+        return {source for source in unfed if source.name not in self.step.taken}
 
     def _terms(self, name: str, table: Mapping[str, Any], key: str) -> torch.Tensor:
         """This rank's term of a parameter's gradient, which leaves `.grad`; zeros where it is there no more."""

@@ -87,6 +87,7 @@ def _traced(
             stack, made, tuple(args), dict(kwargs), decompositions=table, ignore_shape_env=not is_dynamic
         )
     graph = joint.graph_module.graph
+    _without_gradients_of_changes(graph)
     inputs = [(node, _source_of_input(node.meta["desc"])) for node in graph.find_nodes(op="placeholder")]
     for node, source in inputs:
         if "val" not in node.meta:  # a number
@@ -98,6 +99,22 @@ def _traced(
     outputs = tuple([(node if _is_tensor(node) else None, source) for node, source in ends])
     fixed = {source.place: _value(node) for node, source in ends if not _is_tensor(node) and source.kind == "result"}
     return Captured(joint.graph_module, tuple(inputs), outputs, joint.out_spec, scalars_only, reads, fixed)
+
+
+def _without_gradients_of_changes(graph: torch.fx.Graph) -> None:
+    """Have zeros in the place of the gradients of what the forward changes in place: none comes for them."""
+    taken = graph.find_nodes(op="placeholder")
+    for node in taken:
+        desc = node.meta["desc"]
+        if isinstance(desc, descriptors.TangentAOTInput) and not isinstance(desc.output, descriptors.PlainAOTOutput):
+            value = node.meta["val"]
+            with graph.inserting_after(taken[-1]):
+                zeros = graph.call_function(
+                    torch.ops.aten.full.default, (list(value.shape), 0.0), {"dtype": value.dtype}
+                )
+            zeros.meta = {"val": value}
+            node.replace_all_uses_with(zeros)
+            graph.erase_node(node)
 
 
 def _is_tensor(returned: Any) -> bool:

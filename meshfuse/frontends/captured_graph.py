@@ -56,6 +56,14 @@ class Captured:
     reads: ForwardReads = NOTHING_READ
     fixed: Mapping[int, Any] = field(default_factory=dict)
 
+    def fed_by(self) -> dict[Source, frozenset[int]]:
+        """By gradient the places of the results whose gradients it is made of."""
+        fed: dict[torch.fx.Node, frozenset[int]] = {n: frozenset((s.place,)) for n, s in self.of_kind("tangent")}
+        for node in self.module.graph.nodes:
+            if node not in fed:
+                fed[node] = frozenset().union(*(fed[read] for read in node.all_input_nodes))
+        return {source: fed[node] for node, source in self.of_kind("gradient") if node is not None}
+
     def of_kind(self, kind: str) -> list[tuple[Any, Source]]:
         """The inputs or outputs of a kind."""
         return [(node, source) for node, source in (*self.inputs, *self.outputs) if source.kind == kind]
