@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 from collections.abc import Callable
 from typing import Any
@@ -79,6 +80,10 @@ class Odd(nn.Module):
             print("y is", y)  # a print
         if self.kind == "mask":
             return y[y > 0].sum()  # a mask
+        if self.kind == "place":
+            return y[y.sum(1).argmax()]  # a place that is computed
+        if self.kind == "types":
+            return y @ self.weight.double()  # types
         if self.kind == "shape":
             return y @ self.weight[:3]  # shapes
         if self.kind == "op":
@@ -95,6 +100,8 @@ CALLS = [
     ("branch", r"the forward of Odd is not one graph: return y if y\.sum\(\) > 0 else -y.*\[4, 4\] in all.*torch\.where"),
     ("print", r"the forward of Odd is not one graph"),
     ("mask", r"a size that depends on numbers"),
+    ("place", r"return y\[y\.sum\(1\)\.argmax\(\)\].*x\.index_select"),
+    ("types", r"matmul: operands of different dtypes: found Float, Double"),
     ("shape", r"the forward of Odd is not one graph.*arguments x \[4, 4\] here, \[4, 4\] in all"),
     ("op", r"no op of meshfuse stands for aten\.conv_tbc.*float32\[1, 4, 4\].*fallback=\"replicate\""),
 ]  # fmt: skip
@@ -104,7 +111,15 @@ CALLS = [
 def test_a_model_that_cannot_be_captured_names_the_users_line(kind: str, wanted: str) -> None:
     with pytest.raises(mf.DefinitionError, match=wanted) as raised:
         run(kind)
-    assert re.search(r"\(at test_frontend_errors\.py:\d+\)", str(raised.value))
+    at = re.search(r"\(at test_frontend_errors\.py:(\d+)\)", str(raised.value))
+    assert at and (kind == "shape" or linecache.getline(__file__, int(at[1])).partition("# ")[2])
+
+
+def test_a_number_in_a_tensor_is_not_read_while_a_model_is_captured() -> None:
+    """Examples of arguments are not initialised: what is found there is nobody's index."""
+    step = mf.compile(lambda x, i: x[i] * 2, MESH, inputs={"x": ["dp", None]})
+    with pytest.raises(mf.DefinitionError, match=r"data-dependent.*x\.index_select"):
+        step(torch.ones(6, 4), torch.tensor(2))
 
 
 def test_an_op_without_a_rule_may_run_whole_on_every_rank() -> None:

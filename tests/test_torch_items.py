@@ -89,7 +89,33 @@ def _by_index(x: torch.Tensor, y: torch.Tensor) -> Made:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("function", [_solving, _factoring, _ordering, _transforms, _images, _by_index])
+def _in_memory(x: torch.Tensor, y: torch.Tensor) -> Made:
+    """Views by strides, and what writes to them."""
+    diagonal, column = x[0].clone(), x.clone()
+    diagonal.fill_diagonal_(2.0)
+    column.as_strided((3, 4), (16, 5)).mul_(y[:, :, 0])
+    return [
+        diagonal, column, x.as_strided((2, 3), (9, 4), 2), x.transpose(0, 2).as_strided((4, 5), (3, 5), 1),
+        x.as_strided((4, 2, 4), (0, 7, 1)), x.transpose(1, 2).as_strided((48,), (1,)),
+        x.repeat_interleave(torch.tensor([1, 0, 2, 3]), 1, output_size=6),
+    ]  # fmt: skip
+
+
+def _bags(x: torch.Tensor, y: torch.Tensor) -> Made:
+    """Embeddings and bags of them, with all of their options."""
+    rows, flat = torch.tensor([[0, 5, 5], [11, 3, 0]]), torch.tensor([0, 5, 5, 11, 3])
+    table, starts, bag = x.reshape(12, 4), torch.tensor([0, 2, 2]), F.embedding_bag
+    return [
+        F.embedding(rows, table, scale_grad_by_freq=True), F.embedding(rows, table, padding_idx=5), F.embedding(rows, table * 1, max_norm=1.0),
+        F.embedding(rows, table * 1, max_norm=0.5, norm_type=1.0), bag(rows, table, mode="max"), bag(rows, table, padding_idx=5),
+        bag(flat, table, starts), bag(flat, table, starts, mode="sum", per_sample_weights=y.flatten()[:5]),
+        bag(flat, table, torch.tensor([0, 1, 5]), include_last_offset=True, padding_idx=-1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "function", [_solving, _factoring, _ordering, _transforms, _images, _by_index, _in_memory, _bags]
+)
 @pytest.mark.parametrize("cut", [["dp", None, None], [None, None, "dp"]], ids=["batch", "item"])
 def test_values_and_gradients(function: Callable[..., Made], cut: list[str | None]) -> None:
     def loss(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -13,8 +13,8 @@ from ..errors import caller_line, user_error
 from ..executor.dtensor import is_dtensor, settled
 from ..runtime.world import World
 from ..sharding.value import Sharding
-from .calls import Call
-from .captured_graph import Captured, Source
+from .calls import Call, check_apart
+from .captured_graph import Captured, Source, differentiable
 from .placing import Place, Places
 from .steps import Half, Step
 
@@ -43,6 +43,8 @@ class Runner:
         self._getters = [_getter(module, graph, source) for source in self.sources]
         self._results = [source for source in step.forward.outputs if source.kind == "result"]
         self._mutated = [source for source in step.forward.outputs if source.kind == "mutation"]
+        self._fed_by: Mapping[Source, frozenset[int]] | None = None
+        self._changed = [source.place for source in self._mutated if source.of == "argument"]
         self._wraps = [self._wrap(source, i) for i, source in enumerate(self._results)]
         self._draws = any(node.draws for node in step.forward.fd.recording.nodes)
         self._left = {name: places.of_terms(name, axes) for name, axes in step.left.items()}
@@ -63,8 +65,10 @@ class Runner:
         """The forward's results, as its tree of them."""
         pairs = zip(self.sources, self._getters, strict=True)
         values = [call.leaves[s.place] if g is None else g[0][g[1]] for s, g in pairs]
+        if self._changed:
+            check_apart(call, self._changed)
         found = self.forward(values)[0] if self.step.backward is None else _Function.apply(self, *values)
-        leaves: list[Any] = [None] * self.graph.results.num_leaves
+        leaves = [self.step.fixed.get(place) for place in range(self.graph.results.num_leaves)]
         for source, value in zip(self._results, found, strict=True):
             leaves[source.place] = value
         return pytree.tree_unflatten(leaves, self.graph.results)
@@ -125,9 +129,25 @@ class Runner:
                       enumerate(zip(self._results, tangents, strict=True))}  # fmt: skip
         outputs = self._run(half, [_local(by_source[s]) for s in half.inputs])
         found: list[Any] = [None] * len(self.sources)
+        none = self._unfed(tangents)
         for source, gradient in zip(half.outputs, outputs, strict=True):
+            if source in none:
+                continue
             found[self._index[source.of_input()]] = self._gradient(source, gradient)
         return found
+
+    def _unfed(self, tangents: Sequence[Any]) -> set[Source]:
+        """The gradients that come of results alone that no gradient came for; torch has None for them.
+
+        Those that have terms of earlier calls added to them are not nothing.
+        """
+        missing = {s.place for s, t in zip(self._results, tangents, strict=True) if t is None}
+        if not missing:
+            return set()
+        if self._fed_by is None:
+            self._fed_by = self.graph.fed_by()
+        unfed = {source for source, places in self._fed_by.items() if places and places <= missing}
+        return {source for source in unfed if source.name not in self.step.taken}
 
     def _terms(self, name: str, table: Mapping[str, Any], key: str) -> torch.Tensor:
         """This rank's term of a parameter's gradient, which leaves `.grad`; zeros where it is there no more."""
@@ -194,7 +214,7 @@ class _Function(torch.autograd.Function):
         ctx.saved_count = len(saved)
         # Not saved for backward: torch would mind that a script changes them in place before it.
         ctx.primals = [v for v, needed in zip(values, ctx.needs_input_grad[1:], strict=True) if needed]
-        ctx.mark_non_differentiable(*[r for r in results if not r.is_floating_point()])
+        ctx.mark_non_differentiable(*[r for r in results if not differentiable(r.dtype)])
         return tuple(results)
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..definition.annotation import layouts_of_spec
 from ..definition.checks import mesh_of_torch
-from ..errors import ArgumentError, SourceLine, user_error
+from ..errors import ArgumentError, SourceLine, line_in_script, user_error
 from ..executor.dtensor import is_dtensor, sharding_of
 from ..runtime.world import World
 from ..sharding.data import shard
@@ -61,10 +62,43 @@ def read_call(module: Any, tables: Sequence[Any], parts: int, args: Sequence[Any
 def _key(leaf: Any, records: bool) -> Any:
     """What a program depends on of an argument: of a tensor its type and shape, of anything else its value."""
     if not isinstance(leaf, torch.Tensor):
-        return cache_key(leaf) if is_cache(leaf) else leaf if leaf.__hash__ is not None else id(leaf)
+        return cache_key(leaf) if is_cache(leaf) else _value_key(leaf) if leaf.__hash__ is not None else id(leaf)
     given: Any = leaf
     placed = tuple(given.placements) if is_dtensor(leaf) else None
     return tuple(leaf.shape), leaf.dtype, placed, records and leaf.requires_grad
+
+
+def _value_key(value: Any) -> Any:
+    """Equal for the same value of the same type: True, 1 and 1.0 are equal in Python, and so are 0.0 and -0.0."""
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value
+
+
+def check_apart(call: Call, changed: Sequence[int]) -> None:
+    """Raise ArgumentError where a tensor that the forward changes shares memory with another argument.
+
+    The graph takes arguments for tensors apart: of the change the other one would see nothing.
+
+    changed: the places of arguments that are changed in place.
+    """
+    spans = {place: _span(call.leaves[place]) for place in call.places}
+    for place in changed:
+        for other, span in spans.items():
+            if other != place and span[0] < spans[place][1] and spans[place][0] < span[1]:
+                numbers = sorted((place + 1, other + 1))
+                raise user_error(
+                    "an argument that the forward changes in place shares memory with another",
+                    f"tensors number {numbers[0]} and {numbers[1]} of the arguments", "tensors apart",
+                    "Pass a clone() of one.", line_in_script(sys._getframe(1), ("torch",)), ArgumentError,
+                )  # fmt: skip
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first and last address of a tensor's elements; none of an empty one."""
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+    if not local.numel():
+        return 0, 0
+    reach = sum((n - 1) * abs(step) for n, step in zip(local.shape, local.stride(), strict=True))
+    return local.data_ptr(), local.data_ptr() + (reach + 1) * local.element_size()
 
 
 def _autocast() -> Any:
@@ -149,7 +183,9 @@ class Arguments:
         for place in self.call.places:
             leaf = leaves[place]
             found = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
-            made = torch.empty(self.shapes[place], dtype=found, device=device)
+            # torch reads a tensor without dims while it traces, but keeps no number that comes of it.
+            new = torch.empty if self.shapes[place] else torch.zeros
+            made = new(self.shapes[place], dtype=found, device=device)
             for dim in dynamic.get(self.names[place], ()):
                 torch._dynamo.mark_dynamic(made, dim % made.ndim)
             leaves[place] = made.requires_grad_(leaf.requires_grad)

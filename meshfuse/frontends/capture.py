@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,13 +29,14 @@ from torch.utils import _pytree as pytree
 
 from ..errors import MeshfuseError, SourceLine, user_error
 from ..long_work import saying
-from .captured_graph import Captured, Source
+from .captured_graph import Captured, Source, differentiable
 from .decompositions import decompositions
 from .forward_reads import ForwardReads, reads_of
-from .functions import others_captured
+from .functions import others_captured, with_both_branches
 from .hugging_face import install_recorders, without_new_caches
 from .kv_caches import INNER, a_new_cache
 
+_CLASS = re.compile(r"<class '([^']+)'>")
 # What torch raises where it cannot trace: errors of its own, and those of the ops that it runs on fake tensors.
 _NOT_TRACED = (TorchDynamoException, UserError, RuntimeError, AssertionError, LookupError, TypeError, ValueError)
 
@@ -64,6 +66,8 @@ def captured(
             return _with_first_names(_traced(stack, module, args, kwargs, scalars_only), module)
         except MeshfuseError:
             raise
+        except SyntaxError as error:  # of torch's, where nothing that the graph makes is a result
+            raise _only_attributes("it alone, such as x.T") from error
         except _NOT_TRACED as error:
             raise not_captured(module, error, line, given()) from error
 
@@ -73,6 +77,7 @@ def _traced(
 ) -> Captured:
     made, reads = _forward_graph(module, args, kwargs)
     scalars_only = scalars_only and _detach_others(made)
+    with_both_branches(made)
     stack.enter_context(tracing(TracingContext(made.meta["fake_mode"])))
     table = decompositions()
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
@@ -82,6 +87,7 @@ def _traced(
             stack, made, tuple(args), dict(kwargs), decompositions=table, ignore_shape_env=not is_dynamic
         )
     graph = joint.graph_module.graph
+    _without_gradients_of_changes(graph)
     inputs = [(node, _source_of_input(node.meta["desc"])) for node in graph.find_nodes(op="placeholder")]
     for node, source in inputs:
         if "val" not in node.meta:  # a number
@@ -89,12 +95,35 @@ def _traced(
     inputs += [(node, _constant(joint.graph_module, node)) for node in graph.find_nodes(op="get_attr")]
     (end,) = graph.find_nodes(op="output")
     returned = pytree.tree_leaves(end.args[0], is_leaf=lambda leaf: leaf is None)
-    outputs = [
-        (node, _source_of_output(desc))
-        for node, desc in zip(returned, end.meta["desc"], strict=True)
-        if desc is not None
-    ]
-    return Captured(joint.graph_module, tuple(inputs), tuple(outputs), joint.out_spec, scalars_only, reads)
+    ends = [(node, _source_of_output(desc)) for node, desc in zip(returned, end.meta["desc"], strict=True) if desc]
+    outputs = tuple([(node if _is_tensor(node) else None, source) for node, source in ends])
+    fixed = {source.place: _value(node) for node, source in ends if not _is_tensor(node) and source.kind == "result"}
+    return Captured(joint.graph_module, tuple(inputs), outputs, joint.out_spec, scalars_only, reads, fixed)
+
+
+def _without_gradients_of_changes(graph: torch.fx.Graph) -> None:
+    """Have zeros in the place of the gradients of what the forward changes in place: none comes for them."""
+    taken = graph.find_nodes(op="placeholder")
+    for node in taken:
+        desc = node.meta["desc"]
+        if isinstance(desc, descriptors.TangentAOTInput) and not isinstance(desc.output, descriptors.PlainAOTOutput):
+            value = node.meta["val"]
+            with graph.inserting_after(taken[-1]):
+                zeros = graph.call_function(
+                    torch.ops.aten.full.default, (list(value.shape), 0.0), {"dtype": value.dtype}
+                )
+            zeros.meta = {"val": value}
+            node.replace_all_uses_with(zeros)
+            graph.erase_node(node)
+
+
+def _is_tensor(returned: Any) -> bool:
+    return isinstance(returned, torch.fx.Node) and isinstance(_value(returned), torch.Tensor)
+
+
+def _value(returned: Any) -> Any:
+    """What a graph returns: a tensor without numbers, a symbolic size, or the number itself."""
+    return returned.meta.get("val") if isinstance(returned, torch.fx.Node) else returned
 
 
 def _forward_graph(
@@ -125,16 +154,28 @@ def _with_first_names(graph: Captured, module: nn.Module) -> Captured:
 def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Source:
     """A tensor that the graph holds, as an input.
 
-    Raises DefinitionError for a fake one: Dynamo returns x.T of an argument so, and not as an op of the graph.
+    Raises DefinitionError for a fake one: Dynamo returns x.T of an argument so, and not as an op of the graph; and for
+    the body of a loop or another function of functions.
     """
     value = getattr(module, str(node.target))
-    if not _has_numbers(value):
+    if not isinstance(value, torch.Tensor):
+        (name, *_) = [str(user.target) for user in node.users] or [str(node.target)]
         raise user_error(
-            "a result that is an attribute of an argument or a parameter", f"one of shape {list(value.shape)}",
-            "one that an op makes", "Write x.transpose(0, 1) in the place of x.T, or x.transpose(-2, -1) of x.mT.",
+            f"{name} has functions among its arguments", "one that a graph of ops does not have", "ops alone",
+            "Write a loop in Python, whose steps are then all in the graph, and a choice with torch.where.",
         )  # fmt: skip
+    if not _has_numbers(value):
+        raise _only_attributes(f"one of shape {list(value.shape)}")
     node.meta.setdefault("val", value)
     return Source("constant", str(node.target))
+
+
+def _only_attributes(found: str) -> MeshfuseError:
+    return user_error(
+        "a result that is an attribute of an argument or a parameter", found, "one that an op makes",
+        "Write x.transpose(0, 1) in the place of x.T, x.transpose(-2, -1) of x.mT, torch.real(x) of x.real, "
+        "torch.imag(x) of x.imag, and x.detach() of x.data.",
+    )  # fmt: skip
 
 
 def _has_numbers(value: torch.Tensor) -> bool:
@@ -176,7 +217,7 @@ def _detach_others(made: torch.fx.GraphModule) -> bool:
     """Let no gradient come from results that have dims, if there are others; whether there are."""
     (end,) = made.graph.find_nodes(op="output")
     values = {node: node.meta.get("example_value", node.meta.get("val")) for node in end.all_input_nodes}
-    floats = {n: v for n, v in values.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    floats = {n: v for n, v in values.items() if isinstance(v, torch.Tensor) and differentiable(v.dtype)}
     if not any(v.requires_grad for v in floats.values() if not v.ndim):
         return False
     with made.graph.inserting_before(end):
@@ -230,7 +271,10 @@ def _quiet() -> Iterator[None]:
     config.ignore_logging_functions |= found  # pyright: ignore[reportAttributeAccessIssue]
     try:
         # Sizes are numbers, but for those that are marked. LSTMs and GRUs are written out, step by step.
-        static = config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True, allow_rnn=True)
+        # Gradients that a forward takes itself, such as forces of an energy, are part of its graph.
+        static = config.patch(
+            automatic_dynamic_shapes=False, assume_static_by_default=True, allow_rnn=True, trace_autograd_ops=True
+        )
         with warnings.catch_warnings(), static:
             warnings.filterwarnings("ignore", "While compiling, we found certain side effects", UserWarning)
             warnings.filterwarnings("ignore", "TF32 acceleration on top of oneDNN", UserWarning)
@@ -245,11 +289,25 @@ def not_captured(module: nn.Module, error: Exception, line: SourceLine, given: s
     text = " ".join(str(error).split())
     if "cache_utils" in text and "in output" in text:
         return a_new_cache(_called(module), where)
+    if "out.backend_input must not be None" in text:
+        return user_error(f"{_called(module)} returns no tensor that its ops make", "", "at least one", "", where)
+    if "pytree" in text and (named := _CLASS.search(text)) is not None:
+        return _unregistered(_called(module), named[1], where)
     what = f"{_called(module)} is not one graph"
     return user_error(
         f"{what}: {where.text}" if where.text else what, f"{text[:300]}, arguments {given}",
         "tensor code without data-dependent control flow and calls into other libraries",
-        "Use torch.where in the place of `if`, take prints out, or compute it outside of the model.", where,
+        "Use torch.where in the place of `if`, x.index_select(0, i.view(1))[0] in that of x[i] for an i without dims, "
+        "take prints out, or compute it outside of the model.", where,
+    )  # fmt: skip
+
+
+def _unregistered(called: str, name: str, where: SourceLine) -> MeshfuseError:
+    short = name.rpartition(".")[2]
+    return user_error(
+        f"{called} takes or returns a class that torch cannot look into", name,
+        "tensors, numbers, and tuples, lists, dicts and registered dataclasses of them",
+        f"For a dataclass call torch.export.register_dataclass({short}) once.", where,
     )  # fmt: skip
 
 

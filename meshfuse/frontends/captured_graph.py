@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from .forward_reads import NOTHING_READ, ForwardReads
+
+
+def differentiable(dtype: torch.dtype) -> bool:
+    """Whether tensors of this type have gradients."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,7 @@ class Captured:
     """A joint graph. `inputs` are its placeholders, `outputs` the nodes that it returns, each with its source.
 
     results: the tree of the forward's results.
+    fixed: by place the results that are no tensors, such as numbers, which may be symbolic sizes.
     numbers_only: whether only results without dims have a gradient.
     reads: what the forward read beside its arguments.
     """
@@ -47,6 +54,15 @@ class Captured:
     results: pytree.TreeSpec
     numbers_only: bool
     reads: ForwardReads = NOTHING_READ
+    fixed: Mapping[int, Any] = field(default_factory=dict)
+
+    def fed_by(self) -> dict[Source, frozenset[int]]:
+        """By gradient the places of the results whose gradients it is made of."""
+        fed: dict[torch.fx.Node, frozenset[int]] = {n: frozenset((s.place,)) for n, s in self.of_kind("tangent")}
+        for node in self.module.graph.nodes:
+            if node not in fed:
+                fed[node] = frozenset().union(*(fed[read] for read in node.all_input_nodes))
+        return {source: fed[node] for node, source in self.of_kind("gradient") if node is not None}
 
     def of_kind(self, kind: str) -> list[tuple[Any, Source]]:
         """The inputs or outputs of a kind."""

@@ -28,7 +28,7 @@ from .activations import outputs_of_modules
 from .attentions import in_words, spreads, with_borders
 from .backward_parts import Part, parts_of
 from .block_orders import in_order, in_sequence
-from .captured_graph import Captured, Source
+from .captured_graph import Captured, Source, differentiable
 from .cut import Cut, Reads, cut, in_turn
 from .lines import line_of
 from .masks import recognised
@@ -82,7 +82,7 @@ class JointWriter:
             return self.setting.ends[place]
         shape = self.sizes.shape(node.meta["val"])
         whole = (None,) * len(shape)
-        if not shape or (self.setting.free and _is_float(node)):
+        if not shape or (self.setting.free and differentiable(node.meta["val"].dtype)):
             return None
         batch = self.setting.batch
         return (batch[1], *whole[1:]) if batch is not None and shape[0] == batch[0] else whole
@@ -108,6 +108,7 @@ class JointWriter:
             self.left,
             dict(self.setting.sync.taken),
             in_words(self.cut.forward, self.spreads) if self.setting.context is not None else {},
+            {place: self.sizes.number(value) for place, value in self.graph.fixed.items()},
         )
 
     # the joint definition
@@ -421,10 +422,6 @@ class JointWriter:
 
 def _is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _is_float(node: Node) -> bool:
-    return node.meta["val"].is_floating_point()
 
 
 def _sayable(sharding: Sharding, node: Node, sizes: Sizes) -> bool:

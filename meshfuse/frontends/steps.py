@@ -100,6 +100,7 @@ class Step:
     left: the gradients that are returned as terms of sums over ranks.
     taken: those to which such terms of earlier calls are added.
     attention: under context parallelism, by name of an attention in words how it lies.
+    fixed: by place the results that are no tensors.
     """
 
     forward: Half
@@ -111,6 +112,7 @@ class Step:
     left: Terms = field(default_factory=dict)
     taken: Terms = field(default_factory=dict)
     attention: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[int, Any] = field(default_factory=dict)
 
     @property
     def halves(self) -> list[Half]:

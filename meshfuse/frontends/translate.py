@@ -64,7 +64,7 @@ class Translator:
         try:
             return self._fitted(node, self._rule(node)(self._translation(node), *args, **kwargs))
         except MeshfuseError as error:
-            error.where = error.where or self.fd.at
+            error.where = self.fd.at if self.fd.at.line or error.where is None else error.where
             raise
 
     def _rule(self, node: torch.fx.Node) -> Any:
@@ -76,7 +76,9 @@ class Translator:
         return found
 
     def _translation(self, node: torch.fx.Node) -> Translation:
-        return Translation(self.fd, node.meta.get("val"), self.sizes, self.spreads.get(node))
+        first = node.args[0] if node.args else None
+        taken = first.meta.get("val") if isinstance(first, torch.fx.Node) else None
+        return Translation(self.fd, node.meta.get("val"), self.sizes, self.spreads.get(node), taken)
 
     def _argument(self, value: Any) -> Any:
         """An argument of a node with the values of the nodes in it."""

@@ -21,13 +21,46 @@ def _embedding(t: Translation, weight: TensorView, index: TensorView, *_: Any, *
 def _embedding_backward(
     t: Translation, grad: TensorView, index: TensorView, rows: int, padding: int, by_frequency: bool
 ) -> TensorView:
-    """The padding's row gets no gradient."""
-    if by_frequency:
-        raise user_error("an embedding with scale_grad_by_freq", "True", "False", "Leave it out.")
+    """The padding's row gets no gradient; by frequency each row is divided by how often it was looked up."""
     if padding >= 0:
         keep = t.unsqueeze(t.ops.ne(index, padding), index.ndim)
         grad = t.ops.where(keep, grad, 0.0)
-    return t.ops.embedding_bwd(grad, index, rows)
+    found = t.ops.embedding_bwd(grad, index, rows)
+    if not by_frequency:
+        return found
+    counts = t.cast(t.ops.maximum(_counts(t, index, rows), 1), found.dtype)
+    return t.ops.truediv(found, t.unsqueeze(counts, 1))
+
+
+def _counts(t: Translation, index: TensorView, rows: int) -> TensorView:
+    """How often each row is looked up."""
+    return t.ops.bincount(t.reshape(index, [index.type.numel]), rows)
+
+
+@rule(aten.embedding_renorm.default)
+def _embedding_renorm(
+    t: Translation, weight: TensorView, index: TensorView, max_norm: float, norm_type: float
+) -> TensorView:
+    """Rows that are looked up are scaled down to the norm, as far as theirs is greater."""
+    size = t.ops.abs(t.computing(weight))
+    if math.isinf(norm_type):
+        norms = t.ops.max(size, [1], True)
+    else:
+        norms = t.ops.pow(t.ops.sum(t.ops.pow(size, norm_type), [1], True), 1 / norm_type)
+    is_read = t.unsqueeze(t.ops.gt(_counts(t, index, weight.type.shape[0]), 0), 1)
+    scale = t.ops.truediv(max_norm, t.ops.add(norms, 1e-7))  # as torch has it
+    scaled = t.ops.mul(t.computing(weight), scale)
+    return t.cast(t.ops.where(t.ops.logical_and(is_read, t.ops.gt(norms, max_norm)), scaled, t.computing(weight)),
+                  weight.dtype)  # fmt: skip
+
+
+@rule(aten.repeat_interleave.Tensor)
+def _repeated_places(t: Translation, repeats: TensorView, *, output_size: int | None = None) -> TensorView:
+    """Which element each place of the result repeats: as many as end before it."""
+    (count,) = t.shape
+    ends = t.ops.cumsum(t.cast(repeats, DataType.Int), 0)
+    is_behind = t.ops.le(t.unsqueeze(ends, 0), t.unsqueeze(t.ops.iota(count), 1))
+    return t.ops.sum(t.cast(is_behind, DataType.Int), [1])
 
 
 @rule(aten.gather.default)

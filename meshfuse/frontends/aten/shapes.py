@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from ...definition.tensor_view import TensorView
-from ...errors import user_error
 from .table import Translation, aten, dims_of, rule
 
 
@@ -192,21 +190,6 @@ def _roll(t: Translation, x: TensorView, shifts: Sequence[int], dims: Sequence[i
         if cut:
             x = t.ops.cat([_part(t, x, dim, cut, n), _part(t, x, dim, 0, cut)], dim)
     return x
-
-
-@rule(aten.as_strided.default)
-def _as_strided(
-    t: Translation, x: TensorView, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
-) -> TensorView:
-    """A view of all elements in row-major order is a reshape; others depend on memory, which a definition has not."""
-    dense = [math.prod(size[d + 1 :]) for d in range(len(size))]
-    real = [(a, b) for n, a, b in zip(size, stride, dense, strict=True) if n != 1]
-    if storage_offset or math.prod(size) != x.type.numel or any(a != b for a, b in real):
-        raise user_error(
-            "as_strided of a part of the memory", f"sizes {list(size)}, strides {list(stride)} of {x.type}",
-            "a view of all elements in row-major order", "Write it with slices, reshapes and permutes.",
-        )  # fmt: skip
-    return t.reshape(x, size)
 
 
 @rule(aten.tril.default)

@@ -55,12 +55,14 @@ class Translation:
     results: the node's results as the graph describes them (fake tensors), a tuple of them where there are several.
     sizes: the numbers of the graph's symbolic sizes.
     spread: of attention how it lies on the mesh; None for as the planner finds.
+    taken: the first operand as the graph describes it; None where it is no tensor of the graph.
     """
 
     fd: Any
     results: Any
     sizes: Sizes
     spread: Spread | None = None
+    taken: Any = None
 
     @property
     def ops(self) -> Any:
