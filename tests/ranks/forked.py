@@ -165,7 +165,9 @@ def _as_if_imported_now() -> None:
 
 
 def _prepare(variables: dict[str, str], log: str, errors: str) -> None:
-    gc.freeze()  # What is loaded stays: to look through it takes a third of a second, and copies the server's pages.
+    # What is loaded stays: to look through it takes a third of a second, and copies the server's pages.
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 100)  # as of the tests' own process
     for number, path in ((1, log), (2, errors)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
