@@ -233,8 +233,7 @@ class JointWriter:
     def _writer(self, search: str | None = None, by_rule: bool = True) -> Translator:
         found = "follow" if by_rule and self._is_data_parallel() else search
         fd = TracedDefinition(
-            max_memory=self.setting.max_memory, search=found, takes_over=self.setting.is_dynamic,
-            max_wire=self.setting.max_wire,
+            max_memory=self.setting.max_memory, search=found, takes_over=self.setting.is_dynamic
         )  # fmt: skip
         made = Translator(fd, self.sizes, replaced=self.masks, replicate=self.setting.replicate, spreads=self.spreads)
         for node, _ in self.graph.inputs:

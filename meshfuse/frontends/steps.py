@@ -40,7 +40,6 @@ class Setting:
     is_split: whether the backward comes in two parts, the gradients of arguments first.
     sync: whether gradients are left as terms of sums over ranks, and which such terms are added to them.
     context: how attention over a sequence is cut over ranks; None for as the planner finds.
-    max_wire: as of `FusionDefinition`; infinity for no warnings of plans.
     """
 
     plan: ModulePlan
@@ -60,7 +59,6 @@ class Setting:
     is_split: bool = False
     sync: Sync = SYNCED
     context: Context | None = None
-    max_wire: float | None = None
 
     @property
     def mesh(self) -> DeviceMesh:

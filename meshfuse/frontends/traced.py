@@ -18,6 +18,16 @@ from ..fusion_definition import FusionDefinition
 from ..graph import Graph
 from ..ops.opdef import OpDef
 from ..ops.values import TensorType
+from ..report.plan_warning import MAX_WIRE, bound
+
+
+def _max_wire() -> float:
+    """The bound on what a rank sends that the environment sets.
+
+    Without one there are no warnings of plans: the annotations are not the user's, who has `explain` for their prices.
+    """
+    found = bound(MAX_WIRE, None)
+    return math.inf if found is None else found
 
 
 class TracedDefinition(FusionDefinition):
@@ -25,18 +35,16 @@ class TracedDefinition(FusionDefinition):
 
     at: the line that ops get from now on.
     takes_over: whether it takes over the plan of a definition that differs in sizes alone, however much they differ.
-    max_wire: as of `FusionDefinition`; infinity for no warnings.
     """
 
     at: SourceLine
     _seed: int
 
     def __init__(
-        self, *, max_memory: float | None = None, search: str | None = None, takes_over: bool = False,
-        max_wire: float | None = None,
+        self, *, max_memory: float | None = None, search: str | None = None, takes_over: bool = False
     ) -> None:  # fmt: skip
         self.at, self._seed = SourceLine("", 0), 0
-        super().__init__(0, max_memory=max_memory, search=search, max_wire=max_wire)
+        super().__init__(0, max_memory=max_memory, search=search, max_wire=_max_wire())
         self._programs.near = math.inf if takes_over else 1.0
 
     def seed_with(self, seed: int) -> None:

@@ -8,6 +8,7 @@ followed through the ops' rules, forward and back; each is then a start for the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ _Asked = tuple[tuple[Dims, ...], ...]  # of an op: the layouts of each of its te
 _MOST = 8
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def is_special(mesh: DeviceMesh, layout: Layout, n: int) -> bool:
     """Whether axes lie inside a dim's blocks, are there in part, or cut its size n unevenly."""
     sizes = dict(zip(mesh.names, mesh.shape, strict=True))

@@ -79,19 +79,27 @@ class Alternatives:
         self.default_mesh = compiled.resharded.values[0].sharding.mesh
         self._found: dict[tuple[int, ...], tuple[Alternative, ...]] = {}
 
-    def best(self, tensors: tuple[int, ...]) -> Alternative | None:
-        """The fastest plan with one of these tensors annotated otherwise; None where none of them can be."""
-        found = [other for tensor in tensors for other in self.of(tensor)]
+    def best(self, tensors: tuple[int, ...], most: int | None = None) -> Alternative | None:
+        """The fastest plan with one of these tensors annotated otherwise; None where none of them can be.
+
+        most: so many plans are made at most.
+        """
+        each = (other for alike in dict.fromkeys(map(self._alike, tensors)) for other in self._each(alike))
+        found = itertools.islice(each, most) if most is not None else [o for i in tensors for o in self.of(i)]
         return min(found, key=lambda other: (other.total.seconds, other.total.wire), default=None)
 
     def of(self, tensor: int) -> tuple[Alternative, ...]:
         """The plans with another annotation of this tensor and of those annotated together with it."""
         alike = self._alike(tensor)
         if alike not in self._found:
-            old = self.graph.annotations[tensor]
-            others = itertools.islice(self._others(tensor), TRIED)
-            self._found[alike] = tuple(Alternative(alike, old, new, self._total(alike, new)) for new in others)
+            self._found[alike] = tuple(self._each(alike))
         return self._found[alike]
+
+    def _each(self, alike: tuple[int, ...]) -> Iterator[Alternative]:
+        """The plans with another annotation of these, which are annotated alike, as they are made."""
+        old = self.graph.annotations[alike[0]]
+        for new in itertools.islice(self._others(alike[0]), TRIED):
+            yield Alternative(alike, old, new, self._total(alike, new))
 
     def _alike(self, tensor: int) -> tuple[int, ...]:
         graph = self.graph

@@ -17,8 +17,8 @@ from .causes import Causes
 
 # Of the bytes on the wire, and of those that a rank holds.
 MAX_WIRE, MAX_MEMORY = "max_wire", "max_memory"
-# Without a bound: one collective of so many bytes per rank is looked at, in programs of so many ops, and a warning
-# needs a plan that moves less than half.
+# Without a bound: one collective of so many bytes per rank is looked at, so many ops are planned again for it in all,
+# and a warning needs a plan that moves less than half.
 NOTABLE = 256e6
 OPS = 400
 WORTH = 0.5
@@ -74,7 +74,8 @@ def _text(compiled: CompiledProgram, now: Total, max_wire: float | None) -> str:
     statement, wire = largest[0]
     causes = Causes(compiled)
     behind = dict.fromkeys(i for s, _ in largest for i in causes.of(s).annotated)
-    other = Alternatives(compiled).best(tuple(behind))
+    most = OPS // max(len(compiled.graph.nodes), 1) if max_wire is None else None
+    other = Alternatives(compiled).best(tuple(behind), most)
     limit = now.wire if max_wire is not None else WORTH * now.wire
     if other is not None and other.total.wire >= limit:
         other = None

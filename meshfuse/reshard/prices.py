@@ -13,7 +13,7 @@ from ..mesh import DeviceMesh
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding
-from .steps import Step, StepKind, group_size, is_even, sampled_ranks
+from .steps import Step, StepKind, group_size, is_even, sampled_digits, sampled_ranks
 from .windows import window_peers, window_wire
 
 # What a step costs beside its bytes and its links' latency: as much as part of a byte on the default link, so that no
@@ -155,12 +155,6 @@ def _total(counts: Iterable[tuple[int, ...]]) -> int:
 @functools.lru_cache(maxsize=1 << 16)
 def _shared(old: Layout, new: Layout, n: int, mesh: DeviceMesh) -> tuple[int, ...]:
     """For each sampled rank how many indices of a dim it holds in both layouts."""
-    pairs = [*zip(_digits(old, mesh), _digits(new, mesh), strict=True)]
+    pairs = [*zip(sampled_digits(old, mesh), sampled_digits(new, mesh), strict=True)]
     found = {pair: lay.shared(old, pair[0], new, pair[1], n) for pair in dict.fromkeys(pairs)}
     return tuple([found[pair] for pair in pairs])
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _digits(layout: Layout, mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
-    """For each sampled rank its coordinate along each bound split."""
-    return tuple([lay.digits(layout, mesh, rank) for rank in sampled_ranks(mesh)])

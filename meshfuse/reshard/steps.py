@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..fast_dataclass import quickly_made
 from ..mesh import DeviceMesh
 from ..sharding import layout as lay
-from ..sharding.layout import Split
+from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding
 
 
@@ -63,6 +63,10 @@ class Window:
         """A box of target indices, cut into boxes whose elements stand in the same order in both tensors: itself."""
         return (box,)
 
+    def along(self, dim: int) -> Window:
+        """What it does along one dim."""
+        return Window((self.source_shape[dim],), (self.target_shape[dim],), (self.offsets[dim],))
+
     def changes(self, dim: int) -> bool:
         """Whether an index of this dim is another one in the target."""
         return self.offsets[dim] != 0 or self.source_shape[dim] != self.target_shape[dim]
@@ -101,6 +105,11 @@ class Reordering:
             parts[-1].append((a, b))
             last = source
         return tuple((*box[: self.dim], lay.as_runs(part), *box[self.dim + 1 :]) for part in parts)
+
+    def along(self, dim: int) -> Window | Reordering:
+        """What it does along one dim."""
+        shape = (self.source_shape[dim],)
+        return Reordering(shape, 0, self.order) if dim == self.dim else Window(shape, shape, (0,))
 
     def changes(self, dim: int) -> bool:
         """Whether an index of this dim is another one in the target."""
@@ -304,6 +313,12 @@ _SAMPLE = 16
 def sampled_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
     """Up to some tens of ranks, evenly spread over the mesh: prices are means over these."""
     return mesh.ranks[:: max(1, mesh.size // _SAMPLE)]
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def sampled_digits(layout: Layout, mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
+    """For each sampled rank its coordinate along each bound split."""
+    return tuple([lay.digits(layout, mesh, rank) for rank in sampled_ranks(mesh)])
 
 
 @dataclass(frozen=True, slots=True)

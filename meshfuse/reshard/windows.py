@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
+from ..mesh import DeviceMesh
 from ..ops.local import plain_text
 from ..ops.opdef import BlockOrder, Call
 from ..ops.values import ScalarRef
 from ..sharding import layout as lay
 from ..sharding.value import Sharding, disjoint
-from .steps import Reordering, Step, StepKind, Window, lacking_numel, restricted, sampled_ranks
+from .steps import Reordering, Step, StepKind, Window, sampled_digits
 
 
 def window_of(call: Call) -> Window | Reordering | None:
@@ -34,55 +37,72 @@ def window_step(src: Sharding, dst: Sharding, window: Window | Reordering) -> St
     return Step(StepKind.WINDOW, disjoint(changed), src, dst, window)
 
 
-def _indices(step: Step, rank: int) -> tuple[tuple[lay.Runs, ...], tuple[lay.Runs, ...]]:
-    """Of one dim, what a rank has and what it wants of what exists, both as indices of the target."""
-    assert step.window is not None
-    wanted = tuple(map(lay.intersect, step.wanted((), rank), _existing(step.window)))
-    return step.window.to_target(step.held((), rank)), wanted
+class _Along(NamedTuple):
+    """Of one dim and one rank: how many indices of the target it wants of those that exist, how many of these it has.
+
+    holders: how many of the parts of the dim, among the rank's group, have some of them.
+    """
+
+    wanted: int
+    there: int
+    holders: int
 
 
-@functools.lru_cache(maxsize=1 << 8)
-def _existing(window: Window | Reordering) -> tuple[lay.Runs, ...]:
-    """All of the source, as indices of the target."""
-    return window.to_target(tuple(((0, n),) for n in window.source_shape))
-
-
-@functools.lru_cache(maxsize=1 << 6)
-def _sampled(step: Step) -> list[tuple[tuple[lay.Runs, ...], tuple[lay.Runs, ...]]]:
-    """`_indices` of the ranks that prices are means over: of a step both its peers and its elements are asked."""
-    return [_indices(step, rank) for rank in sampled_ranks(step.src.mesh)]
-
-
-@functools.lru_cache(maxsize=1 << 12)
 def window_peers(step: Step) -> int:
     """From how many other ranks a rank gets something at most: one, if all is shifted by whole shards."""
-    most = 0
-    for held, wanted in set(_sampled(step)):
-        sides = enumerate(zip(held, wanted, strict=True))
-        holders = math.prod([_holders(step, dim, *side) for dim, side in sides])
-        most = max(most, holders - all(map(lay.intersect, held, wanted)))
-    return most
+    ranks = zip(*_along_dims(step), strict=True)
+    return max([math.prod([d.holders for d in dims]) - all([d.there for d in dims]) for dims in ranks])
 
 
-def _holders(step: Step, dim: int, held: lay.Runs, wanted: lay.Runs) -> int:
-    """How many of the parts of a dim, among the rank's group, have something that it wants."""
+def window_wire(step: Step) -> float:
+    """Elements that a rank gets from others: the mean over sampled ranks."""
+    ranks = [*zip(*_along_dims(step), strict=True)]
+    lacking = [math.prod([d.wanted for d in dims]) - math.prod([d.there for d in dims]) for dims in ranks]
+    return sum(lacking) / len(lacking)
+
+
+def _along_dims(step: Step) -> list[tuple[_Along, ...]]:
+    """What is asked of each dim, of the ranks that prices are means over."""
     assert step.window is not None
-    if step.src.dims[dim] == step.dst.dims[dim] and not step.window.changes(dim):
-        return bool(lay.intersect(held, wanted))  # its axes are not the step's: all of the group have the same
-    return len(_parts(step.src.dims[dim], step.window, dim, step.only).sharing(wanted))
+    dim, runs = step.only if step.only is not None else (None, None)
+    return [
+        _along(step.window.along(d), old, new, step.src.mesh, runs if d == dim else None)
+        for d, (old, new) in enumerate(zip(step.src.dims, step.dst.dims, strict=True))
+    ]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _along(
+    window: Window | Reordering, old: lay.Layout, new: lay.Layout, mesh: DeviceMesh, only: lay.Runs | None
+) -> tuple[_Along, ...]:
+    """Of a window of one dim: what many windows have in common."""
+    pairs = [*zip(sampled_digits(old, mesh), sampled_digits(new, mesh), strict=True)]
+    # The ranks of a group are in different parts only along axes of dims that the step changes.
+    parts = _parts(old, window, only) if old != new or window.changes(0) else None
+    found = {pair: _along_of(window, (old, new), pair, parts, only) for pair in dict.fromkeys(pairs)}
+    return tuple([found[pair] for pair in pairs])
+
+
+def _along_of(
+    window: Window | Reordering, layouts: tuple[lay.Layout, lay.Layout], digits: Sequence[tuple[int, ...]],
+    parts: lay.Parts | None, only: lay.Runs | None,
+) -> _Along:  # fmt: skip
+    sizes = (*window.source_shape, *window.target_shape)
+    have, want = (_cut(lay.runs(*of), only) for of in zip(layouts, sizes, digits, strict=True))
+    (held,), (existing,) = window.to_target((have,)), window.to_target((lay.everything(sizes[0]),))
+    wanted = lay.intersect(want, existing)
+    there = lay.intersect(held, wanted)
+    holders = int(bool(there)) if parts is None else len(parts.sharing(wanted))
+    return _Along(lay.count(wanted), lay.count(there), holders)
+
+
+def _cut(runs: lay.Runs, only: lay.Runs | None) -> lay.Runs:
+    return runs if only is None else lay.intersect(runs, only)
 
 
 @functools.lru_cache(maxsize=1 << 8)
-def _parts(layout: lay.Layout, window: Window | Reordering, dim: int, only: tuple[int, lay.Runs] | None) -> lay.Parts:
-    """The parts of a dim of the source, as indices of the target; found once for all ranks of a large mesh."""
+def _parts(layout: lay.Layout, window: Window | Reordering, only: lay.Runs | None) -> lay.Parts:
+    """The parts of the dim of the source, as indices of the target; found once for all ranks of a large mesh."""
     digits = itertools.product(*[range(split.size or 1) for split in lay.axes(layout)])
-    held = [lay.runs(layout, window.source_shape[dim], there) for there in digits]
-    boxes = [tuple([runs if d == dim else () for d in range(len(window.source_shape))]) for runs in held]
-    return lay.Parts([window.to_target(restricted(box, only))[dim] for box in boxes])
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def window_wire(step: Step) -> float:
-    """Elements that a rank gets from others: the mean over sampled ranks."""
-    ranks = _sampled(step)
-    return sum(lacking_numel(held, wanted) for held, wanted in ranks) / len(ranks)
+    held = [_cut(lay.runs(layout, window.source_shape[0], there), only) for there in digits]
+    return lay.Parts([window.to_target((runs,))[0] for runs in held])

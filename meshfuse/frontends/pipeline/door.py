@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -217,17 +216,17 @@ class Stepper:
     def _plan_once(self, call: Call, args: tuple[Any, ...], line: SourceLine) -> Planned:
         """The programs of all stages, one for each kind of them."""
         few = few_stages(self.module, self.assignment, self.plan)
-        found = self._cut(call, args, few, line, max_wire=math.inf)
+        found = self._cut(call, args, few, line)
         if not fit(few, found.stages):
             few = all_stages(self.assignment)
-            found = self._cut(call, args, few, line, max_wire=math.inf)
+            found = self._cut(call, args, few, line)
         programs = [self._program(found, place, stage) for place, stage in enumerate(few.kept)]
         borders = few.borders(found.stages)
         every = {s: replace(programs[place], stage=borders[s]) for s, place in enumerate(few.stands)}
         return Planned(tuple(borders), every, found.loss_dtype)
 
     def _cut(
-        self, call: Call, args: tuple[Any, ...], few: FewStages, line: SourceLine, max_wire: float | None = None
+        self, call: Call, args: tuple[Any, ...], few: FewStages, line: SourceLine
     ) -> _CutModel:  # fmt: skip
         """The model captured with its loss, as stages."""
         places = self.places
@@ -241,7 +240,7 @@ class Stepper:
         check_weights(stages, few.owners, self.options.line)
         sync = Sync(leaves=self.schedule.microbatches > 1)
         setting = self.options.asked.setting(self.module, self.plan, arguments, self.options.line, True, sync)
-        return _CutModel(graph, stages, replace(setting, max_wire=max_wire))
+        return _CutModel(graph, stages, setting)
 
     def _program(self, found: _CutModel, place: int, stage: int) -> StageProgram:
         """The program of a captured stage, on the ranks of a stage of the model."""

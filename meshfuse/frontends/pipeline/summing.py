@@ -13,7 +13,7 @@ def summing(step: Step, graph: Captured, setting: Setting) -> Half | None:
     if not step.left:
         return None
     fd, nodes = (
-        TracedDefinition(max_wire=setting.max_wire),
+        TracedDefinition(),
         {source.name: node for node, source in graph.of_kind("parameter")},
     )
     fd.at = setting.line
