@@ -94,7 +94,7 @@ def held() -> int:
 
 def deep(rows: int) -> mf.FusionDefinition:
     with mf.FusionDefinition() as fd:
-        x, *weights = (fd.define_tensor([rows, rows]) for _ in range(5))
+        x, *weights = (fd.define_tensor([rows, rows]) for _ in range(3))
         fd.mesh_split(x, mf.DeviceMesh((2, 4), ("dp", "tp")), ["dp", "tp"])
         y = x
         for w in weights:
@@ -105,13 +105,15 @@ def deep(rows: int) -> mf.FusionDefinition:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("most", [0, 30_000])
+@pytest.mark.parametrize("most", [0, 10_000])
 def test_what_plannings_leave_behind_is_little(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """A program holds its plan; tables of planning are dropped once they hold so much, whichever module has them."""
     monkeypatch.setattr(memos, "MOST", most)
     monkeypatch.setattr(compiler, "planned", lambda graph, world, decide, effort: decide())  # none that is on disk
     deep(16).compile()  # imports what is needed
     memos.drop()
+    gc.collect()
+    gc.freeze()  # What other tests hold takes seconds to look through.
     before = held()
     for rows in (24, 40, 56):
         deep(rows).compile()

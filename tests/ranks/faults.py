@@ -91,7 +91,7 @@ class Job:
         while not condition():
             if time.monotonic() > until:
                 return False
-            time.sleep(0.02)
+            time.sleep(0.05)
         return True
 
     def ended(self) -> bool:
@@ -218,11 +218,11 @@ def living_in(folder: Path) -> list[int]:
     """The live processes whose working directory this is: those of one job, whatever became of their parents."""
     found = []
     for name in os.listdir("/proc"):
-        if name.isdigit() and alive(int(name)):
+        if name.isdigit():
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/{name}/cwd") == str(folder):
                     found.append(int(name))
-    return found
+    return [pid for pid in found if alive(pid)]
 
 
 def open_sockets() -> list[str]:

@@ -298,7 +298,7 @@ print("listening sockets:", count)
 
 def test_torchrun(job):
     script = SUM + "world.rank or print(world.place.source, tensor.item())"
-    done = job(script, *TORCHRUN, f"--master-port={free_port()}", real=True)
+    done = job(script, *TORCHRUN, f"--master-port={free_port()}")
     assert (done.returncode, done.stdout) == (0, "torchrun 3.0\n"), done.stderr
 
 
@@ -507,5 +507,5 @@ def test_one_process_opens_no_socket(job):
     world.rendezvous.check_same("a", "the program", (0,))
     print(world.rank, world.size, tensor.tolist())
     """
-    done = job(script, real=True)
+    done = job(script)
     assert done.stdout == "0 1 [1.0, 1.0, 1.0]\n", done.stderr

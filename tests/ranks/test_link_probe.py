@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,11 +73,8 @@ def test_a_mesh_that_the_ranks_do_not_fill(text: str, ranks: int) -> None:
 
 @pytest.mark.ranks
 def test_links_measured_on_real_ranks(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "meshfuse", "doctor", "--links", "--ranks", "4", "--mesh", "dp=2,tp=2"]
-    done = subprocess.run(
-        [*command, "--limit", "1"], env=base_environment(MESHFUSE_CACHE=str(tmp_path)), capture_output=True, text=True,
-        timeout=120, check=False,
-    )  # fmt: skip
+    words = ["-m", "meshfuse", "doctor", "--links", "--ranks", "4", "--mesh", "dp=2,tp=2", "--limit", "1"]
+    done = forked.finished(words, base_environment(MESHFUSE_CACHE=str(tmp_path)), tmp_path, 120)
     assert done.returncode == 0, done.stderr
     assert f"kept in {tmp_path / 'links.json'}: meshes without links" in done.stdout
     kept = json.loads((tmp_path / "links.json").read_text())
@@ -92,8 +88,8 @@ def test_links_measured_on_real_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_a_wrong_mesh_is_one_error_and_nothing_hangs() -> None:
-    command = [sys.executable, "-m", "meshfuse", "doctor", "--links", "--ranks", "2", "--mesh", "dp=3"]
-    done = subprocess.run(command, env=base_environment(), capture_output=True, text=True, timeout=120, check=False)
+def test_a_wrong_mesh_is_one_error_and_nothing_hangs(tmp_path: Path) -> None:
+    words = ["-m", "meshfuse", "doctor", "--links", "--ranks", "2", "--mesh", "dp=3"]
+    done = forked.finished(words, base_environment(), tmp_path, 120)
     assert done.returncode == 1
     assert done.stderr.count("--mesh: found 'dp=3', needed axes of 2 ranks in all") == 1

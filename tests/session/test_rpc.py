@@ -8,21 +8,22 @@ import gc
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import meshfuse.session as di
 from meshfuse.errors import ArgumentError
 from meshfuse.session import autograd, optim, rpc
 from meshfuse.session.rpc.contexts import Contexts
+from meshfuse.session.rpc.members import Member, Members, OpenMembers
+from session.fork_servers import forked
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -402,6 +403,10 @@ SCRIPT = """
         except di.WorkerLost as error:
             how = "its process has ended" if rank == 0 else ""
             print("left", f"peer1 (rank 1) is gone: {how}" in str(error) or error)
+        if rank == 2:
+            open("done", "w").close()
+        while not os.path.exists("done"):  # The store is in rank 0.
+            time.sleep(0.01)
 """
 
 
@@ -411,17 +416,32 @@ def test_a_script_of_ranks_twice_and_with_a_killed_peer(tmp_path: Path) -> None:
     with __import__("socket").create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     base = {**os.environ, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "PYTHONPATH": os.getcwd(), "TORCH_CPP_LOG_LEVEL": "ERROR"}  # fmt: skip
+            "TORCH_CPP_LOG_LEVEL": "ERROR"}  # fmt: skip
+    logs = [(tmp_path / f"out{rank}", tmp_path / f"errors{rank}") for rank in range(3)]
     ranks = [
-        subprocess.Popen([sys.executable, str(script)], env={**base, "RANK": str(rank)}, text=True, cwd=tmp_path,
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for rank in range(3)
-    ]  # fmt: skip
-    outputs = [rank.communicate(timeout=120) for rank in ranks]
+        forked.start(script, {**base, "RANK": str(rank)}, out, errors=errors) for rank, (out, errors) in enumerate(logs)
+    ]
+    for rank in ranks:
+        rank.join(120)
+    outputs = [[path.read_text() for path in both] for both in logs]
     assert outputs[0][0].split() == ["missing", "missing", "alone", "named", "left", "True"], outputs
     assert outputs[2][1].count("rpc: on peer2 a call of peer0 raised ArgumentError: a call names what is not") == 2
     assert outputs[2][0].split() == ["late", "left", "True"], outputs
-    assert [rank.returncode for rank in ranks] == [0, -signal.SIGKILL, 0]
+    assert [rank.exitcode for rank in ranks] == [0, -signal.SIGKILL, 0]
+
+
+@pytest.mark.parametrize("make", [lambda me, store: Members(me, store, 2), OpenMembers])
+def test_leaving_after_the_host_of_the_store_has_ended(make: Callable[..., Members]) -> None:
+    """The error that made a worker leave is not replaced by one of the store."""
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", host.port, is_master=False)
+    members = make(rpc.WorkerInfo("me", 1), store)
+    members._add(Member(members.me, "", 0, "", "", ""))
+    del host
+    with pytest.raises(dist.DistError):
+        for _ in range(100):
+            store.set("gone/1", "")
+    members.leave()
 
 
 def test_without_a_group(threaded: di.Session) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...costs import Link
 from ..pipeline.orders import named
 from ..pipeline.partition import even_parts
-from ..pipeline.schedule import FORWARD, Durations, Schedule
+from ..pipeline.schedule import FORWARD, Action, Schedule
 from .few_layers import FewLayers
 from .layer_costs import LayerCost, LayerCosts, total
 
@@ -71,8 +71,9 @@ def step_cost(costs: LayerCosts, few: FewLayers, arrangement: Arrangement, link:
     makespan = schedule.makespan(lasts)
     seconds, parts = makespan + max(once), arrangement.microbatches
     work = sum(stage.peak for stage in stages) * parts / arrangement.ranks
+    busy = sum(map(lasts, schedule.actions)) / schedule.ranks
     return StepCost(
-        seconds, max(held), schedule.bubble(lasts) * makespan / seconds,
+        seconds, max(held), (makespan - busy) / seconds,
         max(stage.moving for stage in stages) * parts + max(once), work / seconds, tuple(cuts),
         tuple(stage.seconds for stage in stages), held,
     )  # fmt: skip
@@ -100,7 +101,9 @@ def _stages(costs: LayerCosts, layers: Sequence[LayerCost], cuts: Sequence[int])
     return [total(part) for part in parts]
 
 
-def _durations(schedule: Schedule, stages: Sequence[LayerCost], passed: Sequence[float]) -> Durations:
+def _durations(
+    schedule: Schedule, stages: Sequence[LayerCost], passed: Sequence[float]
+) -> Callable[[Action], float]:  # fmt: skip
     """Seconds of actions, each with what it has to receive from another rank first.
 
     passed: by stage the seconds of sending what it hands on.

@@ -7,6 +7,7 @@ gradient, then a forward if it may hold one more, then a weight gradient.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -56,6 +57,7 @@ KINDS = {
 NAMES = sorted(KINDS)
 
 
+@functools.lru_cache(maxsize=64)
 def named(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
     """A schedule by its name.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...errors import MeshfuseError, user_error
 
@@ -17,9 +18,11 @@ KINDS = {FORWARD: "forward", BACKWARD: "backward", OF_INPUTS: "input gradient", 
 UNIT = {FORWARD: 1.0, BACKWARD: 2.0, OF_INPUTS: 1.0, OF_WEIGHTS: 1.0}
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Action:
-    """One piece of work: a kind of `KINDS`, of a stage, for a micro-batch."""
+class Action(NamedTuple):
+    """One piece of work: a kind of `KINDS`, of a stage, for a micro-batch.
+
+    A tuple, as a step has thousands, and playing one looks each up several times.
+    """
 
     kind: str
     stage: int

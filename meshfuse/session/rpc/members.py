@@ -149,8 +149,9 @@ class Members:
         return error
 
     def leave(self) -> None:
-        """Tell the others that this one has left."""
-        self.store.set(_gone(self.me.id), "")
+        """Tell the others that this one has left; where the store's host has ended, there is nobody to tell."""
+        with contextlib.suppress(dist.DistError):
+            self.store.set(_gone(self.me.id), "")
 
     def await_leaving(self, limit: float) -> None:
         """Wait until all others have left, for at most so many seconds."""
@@ -204,8 +205,9 @@ class OpenMembers(Members):
         return error
 
     def leave(self) -> None:
-        """Take this one out of the store."""
-        self._forget(self._known[self.me.id].text())
+        """Take this one out of the store, if that is still there."""
+        with contextlib.suppress(dist.DistError):
+            self._forget(self._known[self.me.id].text())
 
     def await_leaving(self, limit: float) -> None:
         """Nothing: members may leave before others."""
