@@ -116,6 +116,16 @@ def test_no_plan_by_hand_is_cheaper() -> None:
     assert bounded.seconds <= min(fitting) * (1 + 1e-9)
 
 
+def test_what_a_plan_says_costs_the_same_where_it_is_kept() -> None:
+    more: dict[str, Any] = {"roles": {"host": "pipeline"}, "microbatches": 8}
+    found = planned(SLOW, 64, 64, 256, 4, **more)
+    kept = planned(
+        SLOW, 64, 64, 256, 4, keep=found.parameters, inputs={n: found.spec(n) for n in ("x", "target")}, **more
+    )
+    assert kept.parameters == found.parameters
+    assert kept.seconds == pytest.approx(found.seconds, rel=1e-9) and kept.memory == found.memory
+
+
 def test_states_of_the_optimiser_that_do_not_fit_are_fully_sharded() -> None:
     free = planned(ONE, 65536, 1024, 4096, states=2)
     assert free.family == "x: data"

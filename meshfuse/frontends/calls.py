@@ -176,18 +176,26 @@ class Arguments:
         self.specs[place] = tuple([list(factors_of(layout) or layout) or None for layout in sharding.dims])
 
     def whole(
-        self, dynamic: Mapping[str, Sequence[int]], device: torch.device, dtype: torch.dtype | None = None
-    ) -> list[Any]:
-        """The leaves with whole tensors without numbers in the place of shards; those of floats in another type."""
+        self, dynamic: Mapping[str, Sequence[int]], device: torch.device, dtype: torch.dtype | None = None,
+        instead: Mapping[int, int] | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """The leaves with whole tensors without numbers in the place of shards; those of floats in another type.
+
+        instead: by size of dynamic dims another one that they have.
+        """
         leaves = list(self.call.leaves)
         for place in self.call.places:
             leaf = leaves[place]
             found = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
             # torch reads a tensor without dims while it traces, but keeps no number that comes of it.
-            new = torch.empty if self.shapes[place] else torch.zeros
-            made = new(self.shapes[place], dtype=found, device=device)
-            for dim in dynamic.get(self.names[place], ()):
-                torch._dynamo.mark_dynamic(made, dim % made.ndim)
+            shape = list(self.shapes[place])
+            new = torch.empty if shape else torch.zeros
+            dims = [dim % len(shape) for dim in dynamic.get(self.names[place], ())]
+            for dim in dims:
+                shape[dim] = (instead or {}).get(shape[dim], shape[dim])
+            made = new(shape, dtype=found, device=device)
+            for dim in dims:
+                torch._dynamo.mark_dynamic(made, dim)
             leaves[place] = made.requires_grad_(leaf.requires_grad)
         return leaves
 

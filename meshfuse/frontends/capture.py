@@ -35,6 +35,7 @@ from .forward_reads import ForwardReads, reads_of
 from .functions import others_captured, with_both_branches
 from .hugging_face import install_recorders, without_new_caches
 from .kv_caches import INNER, a_new_cache
+from .size_guards import NO_GUARDS, guards_of
 
 _CLASS = re.compile(r"<class '([^']+)'>")
 # What torch raises where it cannot trace: errors of its own, and those of the ops that it runs on fake tensors.
@@ -98,7 +99,9 @@ def _traced(
     ends = [(node, _source_of_output(desc)) for node, desc in zip(returned, end.meta["desc"], strict=True) if desc]
     outputs = tuple([(node if _is_tensor(node) else None, source) for node, source in ends])
     fixed = {source.place: _value(node) for node, source in ends if not _is_tensor(node) and source.kind == "result"}
-    return Captured(joint.graph_module, tuple(inputs), outputs, joint.out_spec, scalars_only, reads, fixed)
+    env = made.meta["fake_mode"].shape_env
+    sizes = guards_of(env, inputs, leaves, (tuple(args), dict(kwargs))) if is_dynamic else NO_GUARDS
+    return Captured(joint.graph_module, tuple(inputs), outputs, joint.out_spec, scalars_only, reads, fixed, sizes)
 
 
 def _without_gradients_of_changes(graph: torch.fx.Graph) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .forward_reads import NOTHING_READ, ForwardReads
+from .size_guards import NO_GUARDS, SizeGuards
 
 
 def differentiable(dtype: torch.dtype) -> bool:
@@ -46,6 +47,7 @@ class Captured:
     fixed: by place the results that are no tensors, such as numbers, which may be symbolic sizes.
     numbers_only: whether only results without dims have a gradient.
     reads: what the forward read beside its arguments.
+    sizes: what has to hold of sizes that the graph leaves open.
     """
 
     module: torch.fx.GraphModule
@@ -55,6 +57,7 @@ class Captured:
     numbers_only: bool
     reads: ForwardReads = NOTHING_READ
     fixed: Mapping[int, Any] = field(default_factory=dict)
+    sizes: SizeGuards = NO_GUARDS
 
     def fed_by(self) -> dict[Source, frozenset[int]]:
         """By gradient the places of the results whose gradients it is made of."""

@@ -25,7 +25,7 @@ class State:
     """What a parallel module knows: its plan, where its parameters lie, and the programs of its calls.
 
     runners: by what a program depends on.
-    graphs: what was captured, by what that depends on.
+    graphs: what was captured, by what that depends on; several where forwards take other ways for some sizes.
     tables: the modules and the parameters, in order.
     names: of the forward's arguments.
     parts: into how many parts the heads of a new cache are cut, of which a rank has one.
@@ -43,7 +43,7 @@ class State:
     line: SourceLine
     runners: dict[Any, Runner] = field(default_factory=dict)
     last: Runner | None = None
-    graphs: dict[Any, Captured] = field(default_factory=dict)
+    graphs: dict[Any, list[Captured]] = field(default_factory=dict)
     draws: GeneratorDraws = field(default_factory=GeneratorDraws)
     all_results: bool = False
     tables: tuple[Any, Any] = ((), ())
@@ -56,7 +56,7 @@ class State:
     def forget_changed(self, module: nn.Module) -> None:
         """Drop what was captured before something that the forward read was changed."""
         self.tables = list(module.modules()), list(module.parameters())
-        self.graphs = {key: graph for key, graph in self.graphs.items() if graph.reads.hold()}
+        self.graphs = {key: [g for g in graphs if g.reads.hold()] for key, graphs in self.graphs.items()}
         self.runners = {key: runner for key, runner in self.runners.items() if runner.graph.reads.hold()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:

@@ -7,12 +7,10 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..backends.assignment import requested
 from ..definition.checks import checked_mesh
@@ -26,15 +24,13 @@ from .asked import assignment_of, completed_by, device_of, precision_of
 from .attentions import check_attends
 from .autograd import Runner
 from .automatic.planning import plan as automatic
+from .call_graphs import graph_of_call
 from .calls import Arguments, Call, read_call, shards_of_arguments
-from .capture import captured
-from .captured_graph import Captured
 from .context import Context, checked_context
 from .experts import checked_experts, exchanging
 from .explaining import explained
-from .hugging_face import with_shared_heads, with_static_cache
+from .hugging_face import with_static_cache
 from .joint import planned
-from .kv_caches import WithCaches
 from .loading import init_weights, load
 from .module_state import STATE, State
 from .options import Options
@@ -50,7 +46,7 @@ from .placing import Places, check_same_weights, check_world, connect_again, pla
 from .plan_value import Plan
 from .plans import ModulePlan, checked_specs, module_plan
 from .precision import Precision
-from .recompute import mark_recomputed, recomputed_modules
+from .recompute import recomputed_modules
 from .steps import Half, Step
 
 
@@ -389,7 +385,7 @@ def _made(
     """
     options, places = state.options, state.places
     arguments = Arguments(state.names, options.inputs, state.plan, places.is_simulated, call, line)
-    graph = _captured(module, state, arguments, line, all_results)
+    graph = graph_of_call(module, state, arguments, line, all_results, lambda: as_plain(module))
     check_attends(graph, options.context, state.line)
     setting = options.setting(module, state.plan, arguments, state.line, graph.numbers_only, sync)
 
@@ -404,35 +400,6 @@ def _made(
         module, graph, planned(graph, setting), places, state.parameters, state.draws, options.backend,
         full if graph.numbers_only else None,
     )  # fmt: skip
-
-
-def _captured(module: Any, state: State, arguments: Arguments, line: SourceLine, all_results: bool) -> Captured:
-    """The graph of a call; one graph for all sizes of dynamic dims."""
-    options, call, device = state.options, arguments.call, state.places.device
-    key = (arguments.key(options.dynamic), all_results)
-    if key not in state.graphs:
-        example = arguments.whole(options.dynamic, device, options.dtype)
-        numbers_only = call.has_gradient and not all_results
-        shared = with_shared_heads() if options.context is not None else nullcontext()
-        with as_plain(module), shared, torch.set_grad_enabled(call.has_gradient):
-            entry, args, kwargs = _entry(module, call, example)
-            found = captured(
-                entry, args, kwargs, device, line, scalars_only=numbers_only, dtype=options.dtype, given=arguments.text
-            )
-            mark_recomputed(found, options.recomputed)
-        state.graphs[key] = replace(found, reads=found.reads.again())
-    return state.graphs[key]
-
-
-def _entry(module: nn.Module, call: Call, leaves: list[Any]) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """What is captured for a call, with its arguments: the module, or one that puts tensors into caches first."""
-    if not call.caches:
-        return module, *pytree.tree_unflatten(leaves, call.tree)
-    count = call.tree.num_leaves
-    plain = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    assert len(plain) == len(call.places)
-    given = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-    return WithCaches(module, leaves[:count], call.tree, call.caches), tuple(given), {}
 
 
 @contextmanager

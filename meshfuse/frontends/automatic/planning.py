@@ -26,6 +26,7 @@ from ...number_text import duration, number
 from ..calls import Arguments, read_call
 from ..captured_graph import Captured
 from ..experts import exchangeable, exchanging
+from ..open_sizes import with_open_sizes
 from ..patterns import matches
 from ..pipeline.with_loss import TARGET, WithLoss, captured_loss
 from ..plan_value import Alternative, Plan, axes_in
@@ -176,9 +177,18 @@ def _captured(
     whole: WithLoss, module: nn.Module, arguments: Arguments, experts: Sequence[str], batch: frozenset[int],
     line: SourceLine,
 ) -> Captured:  # fmt: skip
+    """The graph for any number of rows of the batch. Raises DefinitionError where the forward fixes it."""
+
     dynamic = {arguments.names[i]: [0] for i in batch}
-    with exchanging(module, experts) if experts else nullcontext():
-        return captured_loss(whole, arguments, torch.device("cpu"), None, line, dynamic)
+
+    def trace(instead: Mapping[int, int]) -> Captured:
+        with exchanging(module, experts) if experts else nullcontext():
+            return captured_loss(whole, arguments, torch.device("cpu"), None, line, dynamic, instead)
+
+    found = with_open_sizes(trace, arguments, [(i, 0) for i in batch])
+    if found is None:
+        raise user_error("plan: rows of the batch", "a forward that fixes their number", "any number", "", line)
+    return found
 
 
 def _found(search: Search, line: SourceLine) -> Plan:

@@ -60,6 +60,15 @@ class Model:
     names: tuple[str, ...]
     line: SourceLine
 
+    def shapes(self, microbatches: int) -> dict[int, tuple[int, ...]]:
+        """Those of the arguments of one of so many micro-batches."""
+        part = self.rows // microbatches
+        return {i: (part, *shape[1:]) if i in self.batch else shape for i, shape in self.given.shapes.items()}
+
+    def fits(self, microbatches: int) -> bool:
+        """Whether the forward treats so many micro-batches as the graph does."""
+        return microbatches == 1 or self.graph.sizes.hold(self.shapes(microbatches))
+
     @property
     def named_axes(self) -> set[str]:
         """The axes that a user has put tensors on."""
@@ -110,8 +119,7 @@ class Pricer:
     def _opened(self, asked: Arrangement) -> OpenStep:
         """The step with its inputs open."""
         mesh, model = self.stage_mesh(asked.axis), self.model
-        part = model.rows // asked.microbatches
-        shapes = {i: (part, *shape[1:]) if i in model.batch else shape for i, shape in model.given.shapes.items()}
+        shapes = model.shapes(asked.microbatches)
         plan, names = ModulePlan(mesh, model.parameters), dict(enumerate(model.given.names))
         setting = Setting(plan, names, shapes, model.given.specs, model.line, {}, free=True)
         again = model.few.names if asked.recomputes else ()
@@ -119,7 +127,9 @@ class Pricer:
             return OpenWriter(model.graph, setting).opened(self, asked.microbatches)
 
     def fitting(self, source: Source, places: tuple[Sharding, ...]) -> tuple[Sharding, ...]:
-        """Of the places of an input those that go with the roles of axes."""
+        """Of the places of an input those that go with the roles of axes; one that is given stays."""
+        if len(places) == 1:
+            return places
         is_expert = source.name.rpartition(".")[0] in self.model.experts
         is_argument = source.kind == "argument"
         here = {axis: role for axis, role in self.roles.items() if axis in places[0].mesh.names}
@@ -180,10 +190,10 @@ class OpenStep:
 
 
 class OpenWriter(JointWriter):
-    """Writes a joint definition whose inputs are open, but for those that are given."""
+    """Writes a joint definition whose inputs are open. A parameter that is given has one place to lie."""
 
     def _spec(self, source: Source, ndim: int) -> Spec | None:
-        if source.kind == "parameter" or (source.kind == "gradient" and source.name):
+        if source.kind == "parameter":
             return self.setting.plan.parameters.get(source.name)
         if source.kind == "argument":
             return self.setting.specs.get(source.place)
@@ -198,9 +208,12 @@ class OpenWriter(JointWriter):
         ends = zip(self.ends(), recording.outputs, strict=True)
         pairs = {end: views[source.of_input()].id for source, end in ends if source.kind == "gradient"}
         graph = made.fd.graph(self.setting.line)
-        inputs = OpenInputs.of(without_implied(graph), mesh, {**recording.primals, **pairs})
-        graph = dataclasses.replace(graph, annotations=without(graph.annotations, inputs.follow))
         weights = frozenset(i for i, source in sources.items() if source.kind == "parameter")
+        given = {i: (graph.annotations[i],) for i in weights if i in graph.annotations}
+        graph = dataclasses.replace(graph, annotations=without(graph.annotations, given))
+        inputs = OpenInputs.of(without_implied(graph), mesh, {**recording.primals, **pairs})
+        inputs = dataclasses.replace(inputs, places={**inputs.places, **given})
+        graph = dataclasses.replace(graph, annotations=without(graph.annotations, inputs.follow))
         of_weights = {end: weight for end, weight in pairs.items() if weight in weights}
         states = pricer.model.states
         more = dict.fromkeys(weights, states)

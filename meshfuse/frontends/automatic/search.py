@@ -104,7 +104,7 @@ class Search:
             return [self.microbatches]
         model = self.pricer.model
         rows = model.rows if model.is_elastic else 1
-        every = [1 << k for k in range(rows.bit_length()) if not rows % (1 << k)]
+        every = [1 << k for k in range(rows.bit_length()) if not rows % (1 << k) and model.fits(1 << k)]
         cut = ranks_of_rows(self.pricer.roles, self.pricer.mesh)
         every = [m for m in every if not (rows // m) % cut] or every[:1]
         return [m for m in every if m >= min(ranks, every[-1])]

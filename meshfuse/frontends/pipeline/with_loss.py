@@ -53,14 +53,14 @@ def _number_in(result: Any) -> torch.Tensor:
 
 def captured_loss(
     module: WithLoss, arguments: Arguments, device: torch.device, dtype: torch.dtype | None, line: SourceLine,
-    dynamic: Mapping[str, Sequence[int]] | None = None,
+    dynamic: Mapping[str, Sequence[int]] | None = None, instead: Mapping[int, int] | None = None,
 ) -> Captured:  # fmt: skip
     """The joint graph of a loss for these arguments. Raises DefinitionError for a loss that has dims.
 
     dtype: of floating point parameters and arguments; None for their own.
-    dynamic: by name of an argument the dims whose sizes the graph leaves open.
+    dynamic: by name of an argument the dims whose sizes the graph leaves open. instead: others for some of these.
     """
-    args, kwargs = pytree.tree_unflatten(arguments.whole(dynamic or {}, device, dtype), arguments.call.tree)
+    args, kwargs = pytree.tree_unflatten(arguments.whole(dynamic or {}, device, dtype, instead), arguments.call.tree)
     with torch.enable_grad():
         found = captured(module, args, kwargs, device, line, scalars_only=True, dtype=dtype, given=arguments.text)
     value = found.of_kind("result")[0][0].meta["val"]

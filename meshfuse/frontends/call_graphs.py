@@ -1,0 +1,68 @@
+"""The graphs of a parallel module's calls: one for all sizes of dynamic dims that the forward treats alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..errors import SourceLine
+from .calls import Arguments, Call
+from .capture import captured
+from .captured_graph import Captured
+from .hugging_face import with_shared_heads
+from .kv_caches import WithCaches
+from .module_state import State
+from .recompute import mark_recomputed
+
+
+def graph_of_call(
+    module: Any, state: State, arguments: Arguments, line: SourceLine, all_results: bool,
+    plain: Callable[[], AbstractContextManager[None]],
+) -> Captured:  # fmt: skip
+    """The graph of a call, captured unless one that is known is right for its sizes.
+
+    all_results: whether it has gradients of all results, where some are numbers.
+    plain: makes a context in which the module is its own, as it was before it was parallel.
+    """
+
+    key = (arguments.key(state.options.dynamic), all_results)
+    known = state.graphs.setdefault(key, [])
+    found = next((graph for graph in known if graph.sizes.hold(arguments.shapes)), None)
+    if found is None:
+        found = _traced(module, state, arguments, line, all_results, plain)
+        known.append(found)
+    return found
+
+
+def _traced(
+    module: Any, state: State, arguments: Arguments, line: SourceLine, all_results: bool,
+    plain: Callable[[], AbstractContextManager[None]],
+) -> Captured:  # fmt: skip
+    options, call, device = state.options, arguments.call, state.places.device
+    example = arguments.whole(options.dynamic, device, options.dtype)
+    shared = with_shared_heads() if options.context is not None else nullcontext()
+    with plain(), shared, torch.set_grad_enabled(call.has_gradient):
+        entry, args, kwargs = _entry(module, call, example)
+        found = captured(
+            entry, args, kwargs, device, line, scalars_only=call.has_gradient and not all_results,
+            dtype=options.dtype, given=arguments.text,
+        )  # fmt: skip
+        mark_recomputed(found, options.recomputed)
+    return replace(found, reads=found.reads.again())
+
+
+def _entry(module: nn.Module, call: Call, leaves: list[Any]) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """What is captured for a call, with its arguments: the module, or one that puts tensors into caches first."""
+    if not call.caches:
+        return module, *pytree.tree_unflatten(leaves, call.tree)
+    count = call.tree.num_leaves
+    plain = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    assert len(plain) == len(call.places)
+    given = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    return WithCaches(module, leaves[:count], call.tree, call.caches), tuple(given), {}
