@@ -87,11 +87,11 @@ def test_a_hook_that_is_removed_runs_no_more() -> None:
 
 
 def test_what_no_forward_reads_captures_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshfuse.frontends import parallel_module
+    from meshfuse.frontends import call_graphs
 
     model, _ = pair()
     model(rows())
-    monkeypatch.setattr(parallel_module, "captured", None)
+    monkeypatch.setattr(call_graphs, "captured", None)
     model.unread, model.new = 3, "text"
     model(rows())
 
