@@ -45,11 +45,14 @@ class OpenInputs:
     share: float = 1.0
 
     @classmethod
-    def of(cls, graph: Graph, mesh: DeviceMesh, follow: Mapping[int, int]) -> OpenInputs:
-        """All inputs of a graph that have no annotation, on a mesh."""
+    def of(
+        cls, graph: Graph, mesh: DeviceMesh, follow: Mapping[int, int], given: Mapping[int, Shardings] | None = None
+    ) -> OpenInputs:  # fmt: skip
+        """All inputs of a graph that have no annotation, on a mesh; others, whose places are given, as well."""
         free = [i for i in graph.input_tensors if i not in graph.annotations]
         known = dict[tuple[int, ...], Shardings]()
         places = {i: known.setdefault(shape := graph.shape(i), even_shardings(mesh, shape)) for i in free}
+        places |= given or {}
         return cls(places, {i: of for i, of in follow.items() if of in places and i not in graph.annotations})
 
     def followers(self, tensor: int) -> tuple[int, ...]:

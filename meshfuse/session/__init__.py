@@ -22,33 +22,10 @@ from .session import ProcessSession, RemoteDefinition, Session, SocketSession, T
 from .torchrun import LaunchedSession
 
 __all__ = [
-    "Client",
-    "ConnectionRefused",
-    "DRef",
-    "LaunchedSession",
-    "ProcessSession",
-    "RaySession",
-    "Released",
-    "RemoteDefinition",
-    "RemoteModule",
-    "RemoteOptimizer",
-    "Session",
-    "SessionError",
-    "SocketSession",
-    "ThreadedSession",
-    "WorkerError",
-    "WorkerLost",
-    "WorkerTimeout",
-    "autograd",
-    "connect",
-    "group_id",
-    "nn",
-    "num_workers",
-    "optim",
-    "register_func",
-    "register_global_func",
-    "rpc",
-    "worker_id",
+    "Client", "ConnectionRefused", "DRef", "LaunchedSession", "ProcessSession", "RaySession", "Released",
+    "RemoteDefinition", "RemoteModule", "RemoteOptimizer", "Session", "SessionError", "SocketSession",
+    "ThreadedSession", "WorkerError", "WorkerLost", "WorkerTimeout", "autograd", "connect", "group_id", "nn",
+    "num_workers", "optim", "register_func", "register_global_func", "rpc", "worker_id",
 ]  # fmt: skip
 
 

@@ -24,15 +24,13 @@ from meshfuse.session import autograd, optim, rpc
 from meshfuse.session.rpc.contexts import Contexts
 from meshfuse.session.rpc.members import Member, Members, OpenMembers
 from session.fork_servers import forked
+from session.rpc_groups import rpc_group
 
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[di.ProcessSession]:
-    with di.ProcessSession(4, timeout=30) as session:
-        session.init_rpc(timeout=20)
+    with rpc_group(4) as session:
         yield session
-        session.call(rpc.shutdown)
-        session.sync()
 
 
 @pytest.fixture(autouse=True)

@@ -17,15 +17,13 @@ import torch.distributed as dist
 
 import meshfuse.session as di
 from meshfuse.session import autograd, rpc
+from session.rpc_groups import rpc_group
 
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[di.ProcessSession]:
-    with di.ProcessSession(3, timeout=30) as session:
-        session.init_rpc(timeout=20)
+    with rpc_group(3) as session:
         yield session
-        session.call(rpc.shutdown)
-        session.sync()
 
 
 class TwoPartsError(Exception):

@@ -11,15 +11,13 @@ import torch
 import meshfuse.session as di
 from meshfuse.errors import ArgumentError
 from meshfuse.session import autograd, nn, optim, rpc
+from session.rpc_groups import rpc_group
 
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[di.ProcessSession]:
-    with di.ProcessSession(3, timeout=30) as session:
-        session.init_rpc(timeout=20)
+    with rpc_group(3) as session:
         yield session
-        session.call(rpc.shutdown)
-        session.sync()
 
 
 class Part(torch.nn.Module):

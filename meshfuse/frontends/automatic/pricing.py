@@ -210,10 +210,8 @@ class OpenWriter(JointWriter):
         graph = made.fd.graph(self.setting.line)
         weights = frozenset(i for i, source in sources.items() if source.kind == "parameter")
         given = {i: (graph.annotations[i],) for i in weights if i in graph.annotations}
-        graph = dataclasses.replace(graph, annotations=without(graph.annotations, given))
-        inputs = OpenInputs.of(without_implied(graph), mesh, {**recording.primals, **pairs})
-        inputs = dataclasses.replace(inputs, places={**inputs.places, **given})
-        graph = dataclasses.replace(graph, annotations=without(graph.annotations, inputs.follow))
+        inputs = OpenInputs.of(without_implied(graph), mesh, {**recording.primals, **pairs}, given)
+        graph = dataclasses.replace(graph, annotations=without(graph.annotations, {**inputs.follow, **given}))
         of_weights = {end: weight for end, weight in pairs.items() if weight in weights}
         states = pricer.model.states
         more = dict.fromkeys(weights, states)
