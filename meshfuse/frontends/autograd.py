@@ -45,6 +45,7 @@ class Runner:
         self._mutated = [source for source in step.forward.outputs if source.kind == "mutation"]
         self._fed_by: Mapping[Source, frozenset[int]] | None = None
         self._changed = [source.place for source in self._mutated if source.of == "argument"]
+        self._states = graph.states()
         self._wraps = [self._wrap(source, i) for i, source in enumerate(self._results)]
         self._draws = any(node.draws for node in step.forward.fd.recording.nodes)
         self._left = {name: places.of_terms(name, axes) for name, axes in step.left.items()}
@@ -55,7 +56,7 @@ class Runner:
     def _wrap(self, source: Source, place: int) -> Place | None:
         """How a result becomes a DTensor; None for a number, for what is simulated and where there is no gradient."""
         sharding = self.step.results[place]
-        if self._places.is_simulated or self.step.backward is None or not sharding.ndim:
+        if source.place in self._states or self._places.is_simulated or self.step.backward is None or not sharding.ndim:
             return None
         return self._places.of_sharding(f"result {source.place}", sharding, self._shape(place))
 
@@ -71,7 +72,14 @@ class Runner:
         leaves = [self.step.fixed.get(place) for place in range(self.graph.results.num_leaves)]
         for source, value in zip(self._results, found, strict=True):
             leaves[source.place] = value
-        return pytree.tree_unflatten(leaves, self.graph.results)
+        results = pytree.tree_unflatten(leaves, self.graph.results)
+        return results if not self.graph.kept else self._stored(*results)
+
+    def _stored(self, results: Any, values: Sequence[Any]) -> Any:
+        """The results; what the forward stores on its modules is stored."""
+        for kept, value in zip(self.graph.kept, values, strict=True):
+            setattr(kept.owner, kept.name, value)
+        return results
 
     def forward(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], int | None]:
         """(results, what is saved, the seed of random numbers) for tensors in the order of `sources`."""
@@ -91,6 +99,12 @@ class Runner:
     def _shown(self, place: int, local: torch.Tensor) -> torch.Tensor:
         wrap = self._wraps[place]
         return local if wrap is None else wrap.wrapped(local, self._shape(place))
+
+    def without_gradient(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The results that have no gradient."""
+        detached = self.graph.detached
+        pairs = zip(results, self._results, strict=True)
+        return [r for r, source in pairs if source.place in detached or not differentiable(r.dtype)]
 
     def placed_result(self, place: int) -> tuple[Sharding, tuple[int, ...]] | None:
         """How a result lies on the ranks, by its place among the results' leaves, and its global shape."""
@@ -194,6 +208,8 @@ def _getter(module: nn.Module, graph: Captured, source: Source) -> Getter | None
     """Where a module keeps a tensor; None for an argument of the call."""
     if source.kind == "argument":
         return None
+    if source.name in graph.live and source.kind == "constant":
+        return graph.live[source.name].holder, graph.live[source.name].key
     if source.kind == "constant":
         return {source.name: getattr(graph.module, source.name)}, source.name
     path, _, name = source.name.rpartition(".")
@@ -214,7 +230,7 @@ class _Function(torch.autograd.Function):
         ctx.saved_count = len(saved)
         # Not saved for backward: torch would mind that a script changes them in place before it.
         ctx.primals = [v for v, needed in zip(values, ctx.needs_input_grad[1:], strict=True) if needed]
-        ctx.mark_non_differentiable(*[r for r in results if not differentiable(r.dtype)])
+        ctx.mark_non_differentiable(*runner.without_gradient(results))
         return tuple(results)
 
     @staticmethod

@@ -15,6 +15,7 @@ from ..errors import SourceLine
 from .calls import Arguments, Call
 from .capture import captured
 from .captured_graph import Captured
+from .forward_reads import check_trained
 from .hugging_face import with_shared_heads
 from .kv_caches import WithCaches
 from .module_state import State
@@ -47,6 +48,7 @@ def _traced(
     options, call, device = state.options, arguments.call, state.places.device
     example = arguments.whole(options.dynamic, device, options.dtype)
     shared = with_shared_heads() if options.context is not None else nullcontext()
+    records = torch.is_grad_enabled()
     with plain(), shared, torch.set_grad_enabled(call.has_gradient):
         entry, args, kwargs = _entry(module, call, example)
         found = captured(
@@ -54,6 +56,8 @@ def _traced(
             dtype=options.dtype, given=arguments.text,
         )  # fmt: skip
         mark_recomputed(found, options.recomputed)
+    if records:
+        check_trained(found.reads, f"the forward of {type(module).__name__}", line)
     return replace(found, reads=found.reads.again())
 
 

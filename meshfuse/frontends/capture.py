@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -31,12 +31,14 @@ from ..errors import MeshfuseError, SourceLine, user_error
 from ..long_work import saying
 from .captured_graph import Captured, Source, differentiable
 from .decompositions import decompositions
-from .forward_reads import ForwardReads, reads_of
+from .forward_changes import Kept, WithChanges, changes_noted, is_buffer, kept_of
+from .forward_reads import ForwardReads, Scope, reads_of
 from .functions import others_captured, with_both_branches
 from .hugging_face import install_recorders, without_new_caches
-from .kv_caches import INNER, a_new_cache
+from .kv_caches import INNER, a_new_cache, without_inner
 from .size_guards import NO_GUARDS, guards_of
 
+Stores = Literal["results", "left", "refused"]
 _CLASS = re.compile(r"<class '([^']+)'>")
 # What torch raises where it cannot trace: errors of its own, and those of the ops that it runs on fake tensors.
 _NOT_TRACED = (TorchDynamoException, UserError, RuntimeError, AssertionError, LookupError, TypeError, ValueError)
@@ -45,6 +47,7 @@ _NOT_TRACED = (TorchDynamoException, UserError, RuntimeError, AssertionError, Lo
 def captured(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device, line: SourceLine,
     *, scalars_only: bool = False, dtype: torch.dtype | None = None, given: Callable[[], str] = str,
+    stores: Stores = "results",
 ) -> Captured:  # fmt: skip
     """The joint graph of module(*args, **kwargs).
 
@@ -54,6 +57,7 @@ def captured(
     scalars_only: only results without dims have a gradient, if there are such.
     dtype: the type of floating point parameters in the graph; None for their own.
     given: says in an error which arguments there were.
+    stores: what becomes of attributes that the forward sets: more results, nothing, or an error.
 
     Raises DefinitionError where the forward is not one graph, with the user's line.
     """
@@ -64,7 +68,7 @@ def captured(
         install_recorders(module, kwargs)
         stack.enter_context(faked(module, device, dtype))
         try:
-            return _with_first_names(_traced(stack, module, args, kwargs, scalars_only), module)
+            return _with_first_names(_traced(stack, module, args, kwargs, scalars_only, stores), module)
         except MeshfuseError:
             raise
         except SyntaxError as error:  # of torch's, where nothing that the graph makes is a result
@@ -74,9 +78,11 @@ def captured(
 
 
 def _traced(
-    stack: contextlib.ExitStack, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], scalars_only: bool
-) -> Captured:
-    made, reads = _forward_graph(module, args, kwargs)
+    stack: contextlib.ExitStack, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], scalars_only: bool,
+    stores: Stores,
+) -> Captured:  # fmt: skip
+    made, reads, kept = _with_kept(module, args, kwargs, stores)
+    detached = _detached(made, args, kwargs)
     scalars_only = scalars_only and _detach_others(made)
     with_both_branches(made)
     stack.enter_context(tracing(TracingContext(made.meta["fake_mode"])))
@@ -94,6 +100,8 @@ def _traced(
         if "val" not in node.meta:  # a number
             node.meta["val"] = leaves[source.place]
     inputs += [(node, _constant(joint.graph_module, node)) for node in graph.find_nodes(op="get_attr")]
+    live = {source.name: reads.place_of(getattr(joint.graph_module, source.name)) for _, source in inputs
+            if source.kind == "constant"}  # fmt: skip
     (end,) = graph.find_nodes(op="output")
     returned = pytree.tree_leaves(end.args[0], is_leaf=lambda leaf: leaf is None)
     ends = [(node, _source_of_output(desc)) for node, desc in zip(returned, end.meta["desc"], strict=True) if desc]
@@ -101,7 +109,20 @@ def _traced(
     fixed = {source.place: _value(node) for node, source in ends if not _is_tensor(node) and source.kind == "result"}
     env = made.meta["fake_mode"].shape_env
     sizes = guards_of(env, inputs, leaves, (tuple(args), dict(kwargs))) if is_dynamic else NO_GUARDS
-    return Captured(joint.graph_module, tuple(inputs), outputs, joint.out_spec, scalars_only, reads, fixed, sizes)
+    return Captured(
+        joint.graph_module, tuple(inputs), outputs, joint.out_spec, scalars_only, reads, fixed, sizes, kept,
+        {name: read for name, read in live.items() if read is not None}, detached,
+    )  # fmt: skip
+
+
+def _detached(made: torch.fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[int]:
+    """The places of results that need no gradient, as those of a detach()."""
+    (end,) = made.graph.find_nodes(op="output")
+    codegen: Any = made.graph._codegen
+    codegen.process_inputs(*args, *kwargs.values())
+    values = [node.meta["example_value"] if isinstance(node, torch.fx.Node) else node for node in end.args[0]]
+    leaves = pytree.tree_leaves(codegen.process_outputs(values))
+    return frozenset(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and not leaf.requires_grad)
 
 
 def _without_gradients_of_changes(graph: torch.fx.Graph) -> None:
@@ -129,23 +150,44 @@ def _value(returned: Any) -> Any:
     return returned.meta.get("val") if isinstance(returned, torch.fx.Node) else returned
 
 
+def _with_kept(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], stores: Stores
+) -> tuple[torch.fx.GraphModule, ForwardReads, tuple[Kept, ...]]:
+    """Dynamo's graph, in which attributes that the forward sets are results, and these attributes."""
+    made, reads, found = _forward_graph(module, args, kwargs)
+    replaced = [one for one in found if is_buffer(one.owner, one.name)]
+    kept = [one for one in found if one not in replaced]
+    if kept and stores == "refused":
+        raise user_error(
+            f"{_called(module)} sets {kept[0].name}", "a step of micro-batches", "a forward that sets no attributes",
+            "Return it as a result, or keep it in a buffer.", kept[0].line,
+        )  # fmt: skip
+    kept = kept if stores == "results" else []
+    if not replaced and not kept:
+        return made, reads, ()
+    made, reads, _ = _forward_graph(WithChanges(module, [*replaced, *kept]), args, kwargs)
+    return made, reads, tuple(kept)
+
+
 def _forward_graph(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[torch.fx.GraphModule, ForwardReads]:
-    """Dynamo's graph, as `dynamo_graph_capture_for_export` makes it, and what the forward read for it."""
+) -> tuple[torch.fx.GraphModule, ForwardReads, list[Kept]]:
+    """Dynamo's graph, as `dynamo_graph_capture_for_export` makes it, what the forward read for it, and what it sets."""
     export, given = functional_export, (module, tuple(args), dict(kwargs))
     effects = torch._dynamo.config.patch(replay_side_effects=False, side_effect_replay_policy="warn")
-    with export._compiling_state_context(), effects, export.get_metrics_context():
+    with export._compiling_state_context(), effects, export.get_metrics_context(), changes_noted() as changes:
         found = export.fullgraph_capture(*given)
-    reads = reads_of(found.graph_capture_output.output_graph.guards, module, _get_frame(*given))
-    return export.create_fx_graph_from_captured_output(found, *given), reads
+    scope = Scope(module, _get_frame(*given))
+    reads = reads_of(found.graph_capture_output.output_graph.guards, module, scope)
+    kept = [] if isinstance(module, WithChanges) else kept_of(changes, module, scope, _called(module))
+    return export.create_fx_graph_from_captured_output(found, *given), reads, kept
 
 
 def _with_first_names(graph: Captured, module: nn.Module) -> Captured:
     """The graph with tied parameters under the first of their names, as `named_parameters` has them."""
-    first = {id(p): name.removeprefix(f"{INNER}.") for name, p in module.named_parameters()}
+    first = {id(p): without_inner(name) for name, p in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
-    names = {name.removeprefix(f"{INNER}."): first[id(p)] for name, p in every}
+    names = {without_inner(name): first[id(p)] for name, p in every}
 
     def renamed(pairs: Sequence[tuple[Any, Source]]) -> tuple[tuple[Any, Source], ...]:
         return tuple((node, replace(s, name=names.get(s.name, s.name)) if "parameter" in (s.kind, s.of) else s)
@@ -192,9 +234,9 @@ def _has_numbers(value: torch.Tensor) -> bool:
 
 def _source_of_input(desc: Any) -> Source:
     if isinstance(desc, descriptors.ParamAOTInput):
-        return Source("parameter", desc.target.removeprefix(f"{INNER}."))
+        return Source("parameter", without_inner(desc.target))
     if isinstance(desc, descriptors.BufferAOTInput):
-        return Source("buffer", desc.target.removeprefix(f"{INNER}."))
+        return Source("buffer", without_inner(desc.target))
     if isinstance(desc, descriptors.PlainAOTInput):
         return Source("argument", place=desc.idx)
     if isinstance(desc, descriptors.TangentAOTInput):
@@ -290,6 +332,13 @@ def not_captured(module: nn.Module, error: Exception, line: SourceLine, given: s
     """The error of a forward that torch cannot trace, at the user's line that stops it."""
     where = _users_line(error) or line
     text = " ".join(str(error).split())
+    if text.startswith("n=copy_, n.args[0]=_tensor_constant"):
+        return user_error(
+            f"{_called(module)} changes a tensor in place that is no buffer", "one that is an attribute or global",
+            "a buffer of the model, or an argument",
+            'Make it one: self.register_buffer("name", tensor), with persistent=False to leave it out of state dicts.',
+            where,
+        )  # fmt: skip
     if "cache_utils" in text and "in output" in text:
         return a_new_cache(_called(module), where)
     if "out.backend_input must not be None" in text:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .forward_reads import NOTHING_READ, ForwardReads
+from .forward_changes import Kept
+from .forward_reads import NOTHING_READ, ForwardReads, ReadTensor
 from .size_guards import NO_GUARDS, SizeGuards
 
 
@@ -48,6 +49,9 @@ class Captured:
     numbers_only: whether only results without dims have a gradient.
     reads: what the forward read beside its arguments.
     sizes: what has to hold of sizes that the graph leaves open.
+    kept: attributes that are set after each call, whose values stand behind the forward's results in a pair.
+    live: by name the constants that are read anew at each call, and where.
+    detached: the places of results that need no gradient.
     """
 
     module: torch.fx.GraphModule
@@ -58,6 +62,9 @@ class Captured:
     reads: ForwardReads = NOTHING_READ
     fixed: Mapping[int, Any] = field(default_factory=dict)
     sizes: SizeGuards = NO_GUARDS
+    kept: tuple[Kept, ...] = ()
+    live: Mapping[str, ReadTensor] = field(default_factory=dict)
+    detached: frozenset[int] = frozenset()
 
     def fed_by(self) -> dict[Source, frozenset[int]]:
         """By gradient the places of the results whose gradients it is made of."""
@@ -66,6 +73,11 @@ class Captured:
             if node not in fed:
                 fed[node] = frozenset().union(*(fed[read] for read in node.all_input_nodes))
         return {source: fed[node] for node, source in self.of_kind("gradient") if node is not None}
+
+    def states(self) -> frozenset[int]:
+        """The places of results that are kept and need no gradient: the next call may read them, whole and plain."""
+        first = self.results.child(0).num_leaves if self.kept else self.results.num_leaves
+        return frozenset(place for place in self.detached if place >= first)
 
     def of_kind(self, kind: str) -> list[tuple[Any, Source]]:
         """The inputs or outputs of a kind."""

@@ -17,6 +17,11 @@ _TENSORS = ("keys", "values", "cumulative_length")
 INNER = "_meshfuse_module"
 
 
+def without_inner(name: str) -> str:
+    """A full name as the user's module has it."""
+    return name.replace(f"{INNER}.", "")
+
+
 class Cached(NamedTuple):
     """A cache among the leaves of a call: its place, and where its tensors begin behind the leaves.
 

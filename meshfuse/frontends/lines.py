@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import SourceLine
-from .kv_caches import INNER
+from .kv_caches import without_inner
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]*)')
 # What a path of dynamo's begins with, such as L['self'] or L['args'][0], and its way to say a child by number.
@@ -44,4 +44,4 @@ def module_paths(node: torch.fx.Node) -> set[str]:
 def _readable(path: str) -> str:
     """A path of dynamo's as a full name."""
     found = _CHILD.sub(lambda m: "." + next(g for g in m.groups() if g is not None), _ROOT.sub("", path))
-    return found.removeprefix(INNER).removeprefix(".")
+    return without_inner(found.removeprefix(".") + ".").removesuffix(".")

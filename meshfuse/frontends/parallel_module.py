@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from .calls import Arguments, Call, read_call, shards_of_arguments
 from .context import Context, checked_context
 from .experts import checked_experts, exchanging
 from .explaining import explained
+from .forward_changes import check_counts
 from .hugging_face import with_static_cache
 from .joint import planned
 from .loading import init_weights, load
@@ -354,7 +356,9 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if runner is None or not runner.graph.reads.hold():
         state.forget_changed(self)
         with located(line := line_in_script(sys._getframe(1), ("torch",))):
-            runner = state.runners[key] = _made(self, state, call, line, state.all_results, sync)
+            before, runner = runner, _made(self, state, call, line, state.all_results, sync)
+            check_counts(before.graph.kept if before is not None else (), runner.graph.kept, type(self).__name__)
+            state.runners[key] = runner
     state.last = runner
     found = runner(call)
     for cached in call.caches:  # the caller's own, which the program has written to
@@ -388,6 +392,10 @@ def _made(
     graph = graph_of_call(module, state, arguments, line, all_results, lambda: as_plain(module))
     check_attends(graph, options.context, state.line)
     setting = options.setting(module, state.plan, arguments, state.line, graph.numbers_only, sync)
+
+    if states := graph.states():
+        shapes = {source.place: node.meta["val"].ndim for node, source in graph.of_kind("result") if node is not None}
+        setting = replace(setting, ends={place: (None,) * shapes[place] for place in states if place in shapes})
 
     def full() -> Runner:
         key = call.key, sync, "all"

@@ -183,7 +183,7 @@ def _captured(
 
     def trace(instead: Mapping[int, int]) -> Captured:
         with exchanging(module, experts) if experts else nullcontext():
-            return captured_loss(whole, arguments, torch.device("cpu"), None, line, dynamic, instead)
+            return captured_loss(whole, arguments, torch.device("cpu"), None, line, dynamic, instead, "left")
 
     found = with_open_sizes(trace, arguments, [(i, 0) for i in batch])
     if found is None:

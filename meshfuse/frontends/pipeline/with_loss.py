@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import SourceLine, user_error
 from ..calls import Arguments
-from ..capture import captured
+from ..capture import Stores, captured
 from ..captured_graph import Captured
 from ..kv_caches import INNER
 
@@ -54,15 +54,18 @@ def _number_in(result: Any) -> torch.Tensor:
 def captured_loss(
     module: WithLoss, arguments: Arguments, device: torch.device, dtype: torch.dtype | None, line: SourceLine,
     dynamic: Mapping[str, Sequence[int]] | None = None, instead: Mapping[int, int] | None = None,
+    stores: Stores = "refused",
 ) -> Captured:  # fmt: skip
     """The joint graph of a loss for these arguments. Raises DefinitionError for a loss that has dims.
 
     dtype: of floating point parameters and arguments; None for their own.
     dynamic: by name of an argument the dims whose sizes the graph leaves open. instead: others for some of these.
+    stores: what becomes of attributes that the forward sets.
     """
     args, kwargs = pytree.tree_unflatten(arguments.whole(dynamic or {}, device, dtype, instead), arguments.call.tree)
     with torch.enable_grad():
-        found = captured(module, args, kwargs, device, line, scalars_only=True, dtype=dtype, given=arguments.text)
+        found = captured(module, args, kwargs, device, line, scalars_only=True, dtype=dtype, given=arguments.text,
+                         stores=stores)  # fmt: skip
     value = found.of_kind("result")[0][0].meta["val"]
     if value.ndim:
         shape = [int(n) for n in value.shape]
