@@ -36,7 +36,9 @@ from .forward_reads import ForwardReads, Scope, reads_of
 from .functions import others_captured, with_both_branches
 from .hugging_face import install_recorders, without_new_caches
 from .kv_caches import INNER, a_new_cache, without_inner
+from .lines import is_users
 from .size_guards import NO_GUARDS, guards_of
+from .traceable import others_traced
 
 Stores = Literal["results", "left", "refused"]
 _CLASS = re.compile(r"<class '([^']+)'>")
@@ -175,7 +177,7 @@ def _forward_graph(
     """Dynamo's graph, as `dynamo_graph_capture_for_export` makes it, what the forward read for it, and what it sets."""
     export, given = functional_export, (module, tuple(args), dict(kwargs))
     effects = torch._dynamo.config.patch(replay_side_effects=False, side_effect_replay_policy="warn")
-    with export._compiling_state_context(), effects, export.get_metrics_context(), changes_noted() as changes:
+    with export._compiling_state_context(), effects, export.get_metrics_context(), others_traced(), changes_noted() as changes:
         found = export.fullgraph_capture(*given)
     scope = Scope(module, _get_frame(*given))
     reads = reads_of(found.graph_capture_output.output_graph.guards, module, scope)
@@ -367,13 +369,9 @@ def _users_line(error: BaseException) -> SourceLine | None:
     """The innermost line of the user's that dynamo was at."""
     stack = getattr(error, "real_stack", None) or []
     for frame in reversed(list(stack)):
-        if not _is_torchs(frame.filename):
+        if is_users(frame.filename):
             return SourceLine(frame.filename, int(frame.lineno or 0), frame.name)
     return None
-
-
-def _is_torchs(path: str) -> bool:
-    return "/torch/" in path or path.startswith("<")
 
 
 def _called(module: Any) -> str:

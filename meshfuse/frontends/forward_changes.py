@@ -20,6 +20,7 @@ from torch._dynamo.side_effects import AttributeMutationExisting, ValueMutationE
 from ..errors import MeshfuseError, SourceLine, user_error
 from .forward_reads import Scope, same
 from .kv_caches import INNER, WithCaches
+from .lines import is_users
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -80,7 +81,7 @@ def _entries(changed: Any) -> dict[Any, Any]:
 
 def _line(stacks: Sequence[Any]) -> SourceLine:
     """The innermost line outside of torch that made the latest change."""
-    frames = [frame for frame in (stacks[-1] if stacks else ()) if "/torch/" not in frame.filename]
+    frames = [frame for frame in (stacks[-1] if stacks else ()) if is_users(frame.filename)]
     if not frames:
         return SourceLine("<captured>", 0, "")
     return SourceLine(frames[-1].filename, int(frames[-1].lineno or 0), frames[-1].name)

@@ -13,6 +13,7 @@ from torch._library.simple_registry import singleton
 from torch.overrides import TorchFunctionMode
 
 from . import sdpa
+from .aten.indexing import no_sparse_gradient
 
 _BAG = F.embedding_bag
 
@@ -32,6 +33,8 @@ def _embedding_bag(
             input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
             include_last_offset, padding_idx,
         )  # fmt: skip
+    if sparse and weight.requires_grad and torch.is_grad_enabled():
+        raise no_sparse_gradient()
     rows = F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
     if mode == "max":
         return rows.max(1)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from typing import Any
 
@@ -11,15 +12,21 @@ import torch
 from ..errors import SourceLine
 from .kv_caches import without_inner
 
+_HERE = os.path.dirname(__file__)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]*)')
 # What a path of dynamo's begins with, such as L['self'] or L['args'][0], and its way to say a child by number.
 _ROOT = re.compile(r"^L\[[^\]]*\](?:\[\d+\])?\.?")
 _CHILD = re.compile(r"\._modules\['([^']*)'\]|\[(\d+)\]|\['([^']*)'\]")
 
 
+def is_users(path: str) -> bool:
+    """Whether a file is neither torch's nor one of the frontends'."""
+    return "/torch/" not in path and not path.startswith(("<", _HERE))
+
+
 def line_of(node: torch.fx.Node) -> SourceLine:
     """The innermost line outside of torch that made the node, named by the module's path and the op."""
-    frames = [f for f in _FRAME.finditer(node.meta.get("stack_trace") or "") if "/torch/" not in f["file"]]
+    frames = [f for f in _FRAME.finditer(node.meta.get("stack_trace") or "") if is_users(f["file"])]
     path = module_path(node)
     name = f"{path}.{node.name}" if path else node.name
     if not frames:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from ..definition.annotation import layouts_of_spec
 from ..definition.fsdp import FSDP
@@ -259,7 +260,7 @@ class _Reader:
             weight, bias = HF_STYLES[value]
             # GPT-2's layers keep their weights the other way round.
             turned = type(owner).__name__ == "Conv1D" and weight in (-1, -2)
-            return (-3 - (weight or 0), bias) if turned else (weight, bias)
+            return (-3 - (weight or 0), bias) if turned else (_of_kernel(owner, weight), bias)
         if kind in _TORCH_STYLES:
             return _TORCH_STYLES[kind][_EMBEDDING if isinstance(owner, nn.Embedding) else _LINEAR]
         if kind == "SequenceParallel":
@@ -300,6 +301,15 @@ class _Reader:
             f"plan: {pattern!r}: which axis is that of tensor parallelism", f"a mesh with the axes {list(names)}",
             'an axis called "tp", or one axis that neither inputs nor fsdp are cut over', "Name it tp.", self.line,
         )  # fmt: skip
+
+
+def _of_kernel(owner: Any, dim: int | None) -> int | None:
+    """The dim of a weight that is cut where a Linear's is cut along `dim`: a kernel has its own dims behind."""
+    if isinstance(owner, nn.Bilinear) and dim == -2:
+        return 0
+    if not isinstance(owner, _ConvNd) or dim not in (-1, -2):
+        return dim
+    return int((dim == -1) != owner.transposed)
 
 
 def _names_of(module: nn.Module) -> dict[str, nn.Parameter]:

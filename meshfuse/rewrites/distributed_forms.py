@@ -8,10 +8,12 @@ it than with the plain op, which may also move the sharding to another dim.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from ..errors import DefinitionError
 from ..graph import Graph, Node
 from ..ops.rules import Factor, FactorKind, Rule
 from ..ops.values import TensorRef
@@ -164,11 +166,18 @@ class _Chooser:
         alone = self._alone(node)
         forms = [(form, with_forms(alone, {0: form})) for form in found]
         written = [(form, graph) for form, graph in forms if graph.nodes != alone.nodes]
-        costs = [(self.plan(graph).seconds, form) for form, graph in written]
+        costs = [(self._seconds(graph), form) for form, graph in written]
         best = min(costs, key=lambda entry: entry[0], default=None)
         # The form leaves the result where readers have it; what does not pay in the whole is dropped by `_settled`.
-        plain = self.plan(self._alone(node, back=True)).seconds
+        plain = self._seconds(self._alone(node, back=True))
         return best[1] if best is not None and best[0] < plain else None
+
+    def _seconds(self, graph: Graph) -> float:
+        """The modelled time of a graph; without end where it moves a tensor that is to stay."""
+        try:
+            return self.plan(graph).seconds
+        except DefinitionError:
+            return math.inf
 
     def _alone(self, node: Node, back: bool = False) -> Graph:
         """A graph of this op alone, its operands annotated where they are; with `back` its results as well."""
@@ -183,6 +192,7 @@ class _Chooser:
             outputs=tuple(i for i in node.outputs if i in self.read),
             annotations=known,
             reductions={},
+            stationary={i: kept for i, kept in self.graph.stationary.items() if i in inputs},
             annotation_lines=dict.fromkeys(known, node.line),
         )
 

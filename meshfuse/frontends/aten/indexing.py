@@ -8,13 +8,22 @@ from typing import Any
 
 from ...definition.tensor_view import TensorView
 from ...dtypes import DataType
-from ...errors import user_error
+from ...errors import MeshfuseError, user_error
 from .table import Translation, aten, rule
 
 
 @rule(aten.embedding.default)
 def _embedding(t: Translation, weight: TensorView, index: TensorView, *_: Any, **__: Any) -> TensorView:
     return t.ops.embedding_fwd(index, weight)
+
+
+@rule(aten._sparse_coo_tensor_with_dims_and_tensors.default)
+def _sparse_gradient(t: Translation, *_: Any, **__: Any) -> TensorView:
+    raise no_sparse_gradient()
+
+
+def no_sparse_gradient() -> MeshfuseError:
+    return user_error("a sparse gradient", "sparse=True", "a dense one", "Pass sparse=False to nn.Embedding.")
 
 
 @rule(aten.embedding_dense_backward.default)
