@@ -68,12 +68,17 @@ class Runner:
         values = [call.leaves[s.place] if g is None else g[0][g[1]] for s, g in pairs]
         if self._changed:
             check_apart(call, self._changed)
-        found = self.forward(values)[0] if self.step.backward is None else _Function.apply(self, *values)
+        found = self._without_backward(values) if self.step.backward is None else _Function.apply(self, *values)
         leaves = [self.step.fixed.get(place) for place in range(self.graph.results.num_leaves)]
         for source, value in zip(self._results, found, strict=True):
             leaves[source.place] = value
         results = pytree.tree_unflatten(leaves, self.graph.results)
         return results if not self.graph.kept else self._stored(*results)
+
+    @torch.no_grad()
+    def _without_backward(self, values: Sequence[Any]) -> list[Any]:
+        """The forward's results; the programs' own ops are not recorded, in which a detach() is none."""
+        return self.forward(values)[0]
 
     def _stored(self, results: Any, values: Sequence[Any]) -> Any:
         """The results; what the forward stores on its modules is stored."""

@@ -8,6 +8,7 @@ which argument, whose gradient. What this needs of torch is private to it and wa
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import re
 import warnings
@@ -25,6 +26,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from ..errors import MeshfuseError, SourceLine, user_error
@@ -85,6 +87,8 @@ def _traced(
 ) -> Captured:  # fmt: skip
     made, reads, kept = _with_kept(module, args, kwargs, stores)
     detached = _detached(made, args, kwargs)
+    _detach_in_place(made)
+    _copy_views(made)
     scalars_only = scalars_only and _detach_others(made)
     with_both_branches(made)
     stack.enter_context(tracing(TracingContext(made.meta["fake_mode"])))
@@ -119,11 +123,7 @@ def _traced(
 
 def _detached(made: torch.fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[int]:
     """The places of results that need no gradient, as those of a detach()."""
-    (end,) = made.graph.find_nodes(op="output")
-    codegen: Any = made.graph._codegen
-    codegen.process_inputs(*args, *kwargs.values())
-    values = [node.meta["example_value"] if isinstance(node, torch.fx.Node) else node for node in end.args[0]]
-    leaves = pytree.tree_leaves(codegen.process_outputs(values))
+    leaves, _ = _results(made, args, kwargs)
     return frozenset(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and not leaf.requires_grad)
 
 
@@ -156,7 +156,12 @@ def _with_kept(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], stores: Stores
 ) -> tuple[torch.fx.GraphModule, ForwardReads, tuple[Kept, ...]]:
     """Dynamo's graph, in which attributes that the forward sets are results, and these attributes."""
-    made, reads, found = _forward_graph(module, args, kwargs)
+    try:
+        made, reads, found = _forward_graph(module, args, kwargs)
+    except (AssertionError, SyntaxError) as error:
+        if "out.backend_input must not be None" not in str(error) and not isinstance(error, SyntaxError):
+            raise
+        return *_forward_graph(WithChanges(module, (), None), args, kwargs)[:2], ()  # All results are inputs.
     replaced = [one for one in found if is_buffer(one.owner, one.name)]
     kept = [one for one in found if one not in replaced]
     if kept and stores == "refused":
@@ -165,10 +170,28 @@ def _with_kept(
             "Return it as a result, or keep it in a buffer.", kept[0].line,
         )  # fmt: skip
     kept = kept if stores == "results" else []
-    if not replaced and not kept:
-        return made, reads, ()
-    made, reads, _ = _forward_graph(WithChanges(module, [*replaced, *kept]), args, kwargs)
+    if replaced or kept:
+        made, reads, _ = _forward_graph(WithChanges(module, [*replaced, *kept]), args, kwargs)
+    if copied := _taken_over(made, args, kwargs):
+        made, reads, _ = _forward_graph(WithChanges(module, [*replaced, *kept], copied), args, kwargs)
     return made, reads, tuple(kept)
+
+
+def _results(made: torch.fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """The leaves of the forward's results, and those of them that the graph makes."""
+    (end,) = made.graph.find_nodes(op="output")
+    codegen: Any = made.graph._codegen
+    codegen.process_inputs(*args, *kwargs.values())
+    values = [node.meta["example_value"] if isinstance(node, torch.fx.Node) else node for node in end.args[0]]
+    return pytree.tree_leaves(codegen.process_outputs(values)), values
+
+
+def _taken_over(made: torch.fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[int]:
+    """The places of results that the graph does not make and that are no arguments without gradients."""
+    leaves, values = _results(made, args, kwargs)
+    known = {id(value) for value in values}
+    known |= {id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if not getattr(leaf, "requires_grad", False)}
+    return frozenset(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and id(leaf) not in known)
 
 
 def _forward_graph(
@@ -258,6 +281,34 @@ def _source_of_output(desc: Any) -> Source:
 
 def _renamed(kind: str, source: Source) -> Source:
     return Source(kind, source.name, source.place, source.kind)
+
+
+def _detach_in_place(made: torch.fx.GraphModule) -> None:
+    """Have what follows a detach_() read its result: AOTAutograd loses it."""
+    for node in [node for node in made.graph.nodes if node.target in ("detach_", torch.detach_)]:
+        taken, node.op, node.target = node.args[0], "call_method", "detach"
+        later = set(itertools.dropwhile(lambda other: other is not node, made.graph.nodes)) - {node}
+        taken.replace_all_uses_with(node, delete_user_cb=lambda user, later=later: user in later)
+    made.recompile()
+
+
+def _copy_views(made: torch.fx.GraphModule) -> None:
+    """Let results be no views of inputs or of each other: AOTAutograd takes no gradients of such."""
+    (end,) = made.graph.find_nodes(op="output")
+    given = {_memory_of(node) for node in made.graph.nodes if node.op in ("placeholder", "get_attr")} - {None}
+    with made.graph.inserting_before(end):
+        for node in end.all_input_nodes:
+            if _memory_of(node) in given and node.meta["example_value"].requires_grad:
+                copied = made.graph.call_method("clone", (node,))
+                copied.meta = dict(node.meta)
+                end.replace_input_with(node, copied)
+            given.add(_memory_of(node))
+    made.recompile()
+
+
+def _memory_of(node: torch.fx.Node) -> StorageWeakRef | None:
+    value = node.meta.get("example_value")
+    return StorageWeakRef(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
 
 
 def _detach_others(made: torch.fx.GraphModule) -> bool:

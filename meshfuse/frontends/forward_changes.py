@@ -13,9 +13,11 @@ from types import CellType
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import nn
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.side_effects import AttributeMutationExisting, ValueMutationExisting
+from torch.utils import _pytree as pytree
 
 from ..errors import MeshfuseError, SourceLine, user_error
 from .forward_reads import Scope, same
@@ -147,11 +149,15 @@ def check_counts(before: Iterable[Kept], now: Iterable[Kept], model: str) -> Non
 
 
 class WithChanges(nn.Module):
-    """A module whose results are its own and what it sets attributes to; buffers that it replaces it writes to."""
+    """A module whose results are its own and what it sets attributes to; buffers that it replaces it writes to.
 
-    def __init__(self, module: nn.Module, kept: Sequence[Kept]) -> None:
+    copied: the places of results that are inputs, or attributes of such: of these copies are returned. None for all.
+    """
+
+    def __init__(self, module: nn.Module, kept: Sequence[Kept], copied: frozenset[int] | None = frozenset()) -> None:
         super().__init__()
         setattr(self, INNER, module)
+        self._copied = copied
         paths = {id(part): path for path, part in module.named_modules()}
         rows = [(paths.get(id(one.owner)), one.owner, one.name) for one in kept]
         self._buffers_replaced = [(path, name) for path, owner, name in rows if is_buffer(owner, name)]
@@ -166,9 +172,17 @@ class WithChanges(nn.Module):
         for old, (path, name) in zip(before, self._buffers_replaced, strict=True):
             old.copy_(getattr(_part(module, path), name).detach())
         owners = [owner if path is None else _part(module, path) for path, owner, _ in self._attributes]
-        if not owners:
-            return found
-        return found, [getattr(owner, row[2]) for owner, row in zip(owners, self._attributes, strict=True)]
+        if owners:
+            found = found, [getattr(owner, row[2]) for owner, row in zip(owners, self._attributes, strict=True)]
+        return found if self._copied == frozenset() else _with_copies(found, self._copied)
+
+
+def _with_copies(results: Any, places: frozenset[int] | None) -> Any:
+    leaves, tree = pytree.tree_flatten(results)
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and (places is None or place in places):
+            leaves[place] = leaf.clone()
+    return pytree.tree_unflatten(leaves, tree)
 
 
 def _part(module: Any, path: str) -> Any:

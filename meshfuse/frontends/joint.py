@@ -69,7 +69,8 @@ class JointWriter:
         self.cut: Cut = self._with_gathered(cut(graph, self.masks, setting.max_memory is not None))
         self.activations = outputs_of_modules(graph.module.graph, setting.plan.outputs, self.cut.forward)
         self.sources = dict(graph.inputs)
-        self.parts = parts_of(graph, self.cut, self._read, setting.is_split) if self.cut.backward else []
+        has_gradient = any(node is not None for node, _ in graph.of_kind("gradient"))
+        self.parts = parts_of(graph, self.cut, self._read, setting.is_split) if has_gradient else []
         self.held = [node for part in self.parts for node in part.given]
         self.left = NO_TERMS
         self._rows: dict[Node, int] = {}
