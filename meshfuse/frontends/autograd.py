@@ -103,7 +103,7 @@ class Runner:
 
     def _shown(self, place: int, local: torch.Tensor) -> torch.Tensor:
         wrap = self._wraps[place]
-        return local if wrap is None else wrap.wrapped(local, self._shape(place))
+        return local if wrap is None else wrap.wrapped(local.detach(), self._shape(place))
 
     def without_gradient(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results that have no gradient."""
