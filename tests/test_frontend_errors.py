@@ -144,3 +144,43 @@ def test_an_explanation_of_what_is_not_there() -> None:
         model(torch.eye(4))
     with pytest.raises(mf.DefinitionError, match="no tensor of this name: found 'weigth', needed such as"):
         model.explain("weigth")
+
+
+def _linear(**more: Any) -> Any:
+    return mf.parallelize(nn.Linear(4, 4), MESH, **more)
+
+
+async def _awaited(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+HOSTILE: dict[str, tuple[Callable[[], Any], str]] = {
+    "vmap": (lambda: torch.vmap(_linear())(torch.ones(3, 4, 4)), r"number 1 of the arguments.*a tensor of torch\.func"),
+    "torch.func.grad": (lambda: torch.func.grad(lambda x: _linear()(x).sum())(torch.ones(4, 4)), r"a tensor of torch\.func"),
+    "jvp": (lambda: torch.func.jvp(_linear(), (torch.ones(4, 4),), (torch.ones(4, 4),)), r"gradients come from backward"),
+    "nested": (lambda: _linear()(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])), r"is not dense.*to_padded"),
+    "sparse": (lambda: _linear()(torch.eye(4).to_sparse()), r"is not dense.*to_dense"),
+    "dynamic names": (lambda: _linear(dynamic={"input": ["a"]}), r"dynamic\['input'\]: found \['a'\], needed a list of dims"),
+    "dynamic dims": (lambda: _linear(dynamic={"input": [7]})(torch.ones(4, 4)), r"\[7\] for shape \[4, 4\], needed dims below 2"),
+    "example": (lambda: _linear(plan="auto", example=3), r"example: found 3, needed a dict"),
+    "example of plan": (lambda: mf.plan(nn.Linear(4, 4), MESH, example=3), r"example: found 3, needed a dict"),
+    "a class": (lambda: mf.compile(int, MESH), r"parameters have no names.*lambda x: f\(x\)"),
+    "a builtin function": (lambda: mf.compile(torch.sin, MESH), r"parameters have no names"),
+    "awaited": (lambda: mf.compile(_awaited, MESH), r"one that is awaited"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_arguments(kind: str) -> None:
+    call, wanted = HOSTILE[kind]
+    with pytest.raises(mf.MeshfuseError, match=wanted) as raised:
+        call()
+    assert "(at test_frontend_errors.py:" in str(raised.value)
+
+
+def test_weights_that_are_never_loaded_are_nan() -> None:
+    """And not what was in memory, which may look like numbers."""
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    mf.parallelize(model, MESH)
+    assert bool(model.weight.isnan().all()) and bool(model(torch.ones(2, 4)).isnan().all())

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from ..definition.annotation import layouts_of_spec
 from ..definition.checks import mesh_of_torch
 from ..errors import ArgumentError, SourceLine, line_in_script, user_error
+from ..executor.arguments import unreadable
 from ..executor.dtensor import is_dtensor, sharding_of
 from ..runtime.world import World
 from ..sharding.data import shard
@@ -51,6 +52,11 @@ def read_call(module: Any, tables: Sequence[Any], parts: int, args: Sequence[Any
         leaves, caches = with_cache_tensors(leaves, module, parts)
     modules, parameters = tables
     places = tuple([i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)])
+    for place in places:
+        if problem := unreadable(leaves[place], "a plain torch tensor", "gradients come from backward()"):
+            wrong, found, needed, do = problem
+            line = line_in_script(sys._getframe(2), ("torch",))
+            raise user_error(f"tensor number {place + 1} of the arguments{wrong}", found, needed, do, line, ArgumentError)
     records = torch.is_grad_enabled()
     wanted = tuple([p.requires_grad for p in parameters]) if records else ()
     given = records and any([leaves[i].requires_grad for i in places])
@@ -190,7 +196,7 @@ class Arguments:
             # torch reads a tensor without dims while it traces, but keeps no number that comes of it.
             shape = list(self.shapes[place])
             new = torch.empty if shape else torch.zeros
-            dims = [dim % len(shape) for dim in dynamic.get(self.names[place], ())]
+            dims = self._dynamic_dims(place, dynamic)
             for dim in dims:
                 shape[dim] = (instead or {}).get(shape[dim], shape[dim])
             made = new(shape, dtype=found, device=device)
@@ -199,12 +205,23 @@ class Arguments:
             leaves[place] = made.requires_grad_(leaf.requires_grad)
         return leaves
 
+    def _dynamic_dims(self, place: int, dynamic: Mapping[str, Sequence[int]]) -> list[int]:
+        """The dims of an argument whose sizes change. Raises ArgumentError for those that it does not have."""
+        name, ndim = self.names[place], len(self.shapes[place])
+        dims = dynamic.get(name, ())
+        if any([not -ndim <= dim < ndim for dim in dims]):
+            raise user_error(
+                f"dynamic[{name!r}]", f"{list(dims)} for shape {list(self.shapes[place])}", f"dims below {ndim}",
+                "Correct dynamic of mf.parallelize.", self.line, ArgumentError,
+            )  # fmt: skip
+        return [dim % ndim for dim in dims]
+
     def key(self, dynamic: Mapping[str, Sequence[int]]) -> Any:
         """What the captured graph depends on: the call's key without the sizes of dynamic dims."""
         head, leaves, *rest = self.call.key
         listed = list(leaves)
         for place in self.call.places:
-            dims = {dim % len(self.shapes[place]) for dim in dynamic.get(self.names[place], ())}
+            dims = self._dynamic_dims(place, dynamic)
             shape = tuple([None if d in dims else n for d, n in enumerate(self.shapes[place])])
             listed[place] = (shape, *leaves[place][1:])
         return head, tuple(listed), *rest

@@ -39,11 +39,11 @@ def compile(
     with located(line):
         if not callable(function) or isinstance(function, nn.Module):
             raise user_error("compile: function", shown(function), "a function", "For a module call mf.parallelize.")
+        names = _parameters_of(function)
         modules = _modules_of(function)
         states = {name: getattr(module, STATE) for name, module in modules.items()}
         found = _mesh(mesh, states, line)
         check_world(found, line)
-        names = list(inspect.signature(function).parameters)
         specs = checked_specs("inputs", inputs, names, found, line)
         sizes = checked_specs("dynamic", dynamic, names, found, line)
         requested(backend, line)
@@ -53,6 +53,18 @@ def compile(
         _share_names(made, names)
     made.__class__ = parallel_class(_Function)
     return made
+
+
+def _parameters_of(function: Callable[..., Any]) -> list[str]:
+    """The names of a function's parameters. Raises DefinitionError for one that Python cannot tell them of."""
+    do = "Write a function of Python that calls it: lambda x: f(x)."
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise user_error("compile: function", "one that is awaited or yields", "one that returns its results", do)
+    try:
+        return list(inspect.signature(function).parameters)
+    except ValueError as error:
+        raise user_error("compile: function", f"{shown(function)}, whose parameters have no names",
+                         "a function of Python", do) from error  # fmt: skip
 
 
 class _Function(nn.Module):

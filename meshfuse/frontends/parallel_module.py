@@ -95,6 +95,8 @@ def parallelize(
         _check(module, precision, fallback, line)
         whole = checked_mesh(mesh, line)
         check_world(whole, line)
+        if not isinstance(example, Mapping | None):
+            raise user_error("parallelize: example", shown(example), "a dict of arguments by name", "", line)
         if isinstance(plan, str) and plan == "auto" and example is not None:
             plan = automatic(module, whole, example=example, inputs=inputs, loss=loss, max_memory=max_memory)
             max_memory = None  # It is what the plan was made for.

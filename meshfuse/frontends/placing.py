@@ -217,12 +217,18 @@ def place_parameters(module: nn.Module, places: Places) -> dict[str, Place]:
     return found
 
 
+def _unset(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor that is to be loaded or initialised: NaN, so that it shows where that is forgotten."""
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full(tuple(shape), value, dtype=dtype, device=device)
+
+
 def _cut(parameter: nn.Parameter, place: Place, device: torch.device) -> nn.Parameter:
     if place.torch_mesh is None and not parameter.is_meta and parameter.device == device:
         return parameter
     shape = tuple(parameter.shape)
     if parameter.is_meta:
-        local = torch.empty(place.local_shape(shape), dtype=parameter.dtype, device=device)
+        local = _unset(place.local_shape(shape), parameter.dtype, device)
     else:
         local = place.part(parameter.detach()).to(device).clone()
     return nn.Parameter(place.wrapped(local, shape), requires_grad=parameter.requires_grad)

@@ -352,8 +352,10 @@ def checked_specs(what: str, specs: Any, names: Sequence[str], mesh: DeviceMesh,
             )  # fmt: skip
         if not isinstance(spec, (list, tuple)):
             raise user_error(f"parallelize: {what}[{name!r}]", shown(spec), "a list with one entry per dim", "", line)
-        unknown = [axis for axis in axes_in([spec]) if axis not in mesh.names]
-        if what == "inputs" and unknown:
+        if what == "dynamic" and not all([type(dim) is int for dim in spec]):
+            raise user_error(f"parallelize: {what}[{name!r}]", shown(spec), "a list of dims", "", line)
+        unknown = [axis for axis in axes_in([spec]) if axis not in mesh.names] if what == "inputs" else []
+        if unknown:
             raise user_error(f"parallelize: {what}[{name!r}]: unknown mesh axis", repr(unknown[0]),
                              f"one of {list(mesh.names)}", "Use an axis of the mesh.", line)  # fmt: skip
     return {name: tuple(spec) for name, spec in specs.items()}

@@ -75,6 +75,8 @@ def plan(
         found = checked_mesh(mesh, line)
         asked = checked_roles(roles, found, line)
         _check(mode, asked, found, states, microbatches, line)
+        if not isinstance(example, Mapping | None):
+            raise user_error("plan: example", shown(example), "a dict of arguments by name", "", line)
         whole, kwargs = WithLoss(module, loss), {**(example or {}), **kwargs}
         args = (*args, kwargs.pop(TARGET)) if loss is not None and TARGET in kwargs else args
         names = whole.argument_names(list(inspect.signature(module.forward).parameters), len(args))
