@@ -402,8 +402,7 @@ def not_captured(module: nn.Module, error: Exception, line: SourceLine, given: s
     return user_error(
         f"{what}: {where.text}" if where.text else what, f"{text[:300]}, arguments {given}",
         "tensor code without data-dependent control flow and calls into other libraries",
-        "Use torch.where in the place of `if`, x.index_select(0, i.view(1))[0] in that of x[i] for an i without dims, "
-        "take prints out, or compute it outside of the model.", where,
+        "Use torch.where in the place of `if`, take prints out, or compute it outside of the model.", where,
     )  # fmt: skip
 
 
