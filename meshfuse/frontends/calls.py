@@ -56,7 +56,9 @@ def read_call(module: Any, tables: Sequence[Any], parts: int, args: Sequence[Any
         if problem := unreadable(leaves[place], "a plain torch tensor", "gradients come from backward()"):
             wrong, found, needed, do = problem
             line = line_in_script(sys._getframe(2), ("torch",))
-            raise user_error(f"tensor number {place + 1} of the arguments{wrong}", found, needed, do, line, ArgumentError)
+            raise user_error(
+                f"tensor number {place + 1} of the arguments{wrong}", found, needed, do, line, ArgumentError
+            )
     records = torch.is_grad_enabled()
     wanted = tuple([p.requires_grad for p in parameters]) if records else ()
     given = records and any([leaves[i].requires_grad for i in places])

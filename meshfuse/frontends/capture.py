@@ -8,7 +8,6 @@ which argument, whose gradient. What this needs of torch is private to it and wa
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import re
 import warnings
@@ -200,7 +199,13 @@ def _forward_graph(
     """Dynamo's graph, as `dynamo_graph_capture_for_export` makes it, what the forward read for it, and what it sets."""
     export, given = functional_export, (module, tuple(args), dict(kwargs))
     effects = torch._dynamo.config.patch(replay_side_effects=False, side_effect_replay_policy="warn")
-    with export._compiling_state_context(), effects, export.get_metrics_context(), others_traced(), changes_noted() as changes:
+    with (
+        export._compiling_state_context(),
+        effects,
+        export.get_metrics_context(),
+        others_traced(),
+        changes_noted() as changes,
+    ):
         found = export.fullgraph_capture(*given)
     scope = Scope(module, _get_frame(*given))
     reads = reads_of(found.graph_capture_output.output_graph.guards, module, scope)
@@ -285,10 +290,11 @@ def _renamed(kind: str, source: Source) -> Source:
 
 def _detach_in_place(made: torch.fx.GraphModule) -> None:
     """Have what follows a detach_() read its result: AOTAutograd loses it."""
-    for node in [node for node in made.graph.nodes if node.target in ("detach_", torch.detach_)]:
-        taken, node.op, node.target = node.args[0], "call_method", "detach"
-        later = set(itertools.dropwhile(lambda other: other is not node, made.graph.nodes)) - {node}
-        taken.replace_all_uses_with(node, delete_user_cb=lambda user, later=later: user in later)
+    nodes = list(made.graph.nodes)
+    for place, node in enumerate(nodes):
+        if node.target in ("detach_", torch.detach_):
+            taken, later, node.op, node.target = node.args[0], set(nodes[place + 1 :]), "call_method", "detach"
+            taken.replace_all_uses_with(node, delete_user_cb=later.__contains__)
     made.recompile()
 
 

@@ -24,6 +24,7 @@ from .forward_reads import Scope, same
 from .kv_caches import INNER, WithCaches
 from .lines import is_users
 
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """Something that a forward changes: attributes, or entries of a dict, or a list.
@@ -143,7 +144,8 @@ def check_counts(before: Iterable[Kept], now: Iterable[Kept], model: str) -> Non
         earlier = known.get((id(kept.owner), kept.name))
         if kept.counted() and earlier is not None and earlier != kept.value:
             raise user_error(
-                f"the forward of {model} changes {kept.name} at every call", f"{earlier}, then {kept.value}", "a tensor that counts",
+                f"the forward of {model} changes {kept.name} at every call", f"{earlier}, then {kept.value}",
+                "a tensor that counts",
                 f'Make it a buffer: self.register_buffer("{kept.name}", torch.zeros((), dtype=torch.long)).', kept.line,
             )  # fmt: skip
 
@@ -159,10 +161,12 @@ class WithChanges(nn.Module):
         setattr(self, INNER, module)
         self._copied = copied
         paths = {id(part): path for path, part in module.named_modules()}
-        rows = [(paths.get(id(one.owner)), one.owner, one.name) for one in kept]
+        rows: list[tuple[Any, Any, str]] = [(paths.get(id(one.owner)), one.owner, one.name) for one in kept]
         self._buffers_replaced = [(path, name) for path, owner, name in rows if is_buffer(owner, name)]
         self._attributes = [
-            (path, None if path is not None else owner, name) for path, owner, name in rows if not is_buffer(owner, name)
+            (path, None if path is not None else owner, name)
+            for path, owner, name in rows
+            if not is_buffer(owner, name)
         ]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +175,7 @@ class WithChanges(nn.Module):
         found = module.forward(*args, **kwargs)
         for old, (path, name) in zip(before, self._buffers_replaced, strict=True):
             old.copy_(getattr(_part(module, path), name).detach())
-        owners = [owner if path is None else _part(module, path) for path, owner, _ in self._attributes]
+        owners = [_part(module, path) if path is not None else owner for path, owner, _ in self._attributes]
         if owners:
             found = found, [getattr(owner, row[2]) for owner, row in zip(owners, self._attributes, strict=True)]
         return found if self._copied == frozenset() else _with_copies(found, self._copied)

@@ -45,7 +45,8 @@ class Sizes:
         found = expression.subs(self._known)
         if found.free_symbols:
             raise user_error(
-                "a size that depends on numbers, or a number that is read from a tensor", f"{found}", "ones that follow from shapes",
+                "a size that depends on numbers, or a number that is read from a tensor", f"{found}",
+                "ones that follow from shapes",
                 "Use torch.where, or multiply with the mask, in the place of a mask of bools as an index, nonzero and "
                 "unique; and the tensor in the place of its .item().",
             )  # fmt: skip

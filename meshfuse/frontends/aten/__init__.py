@@ -5,7 +5,20 @@ A family of ops is a file; a new one gets a line here.
 
 from __future__ import annotations
 
-from . import attention, ctc, experts, factories, images, indexing, items, pointwise, products, reductions, shapes, strided
+from . import (
+    attention,
+    ctc,
+    experts,
+    factories,
+    images,
+    indexing,
+    items,
+    pointwise,
+    products,
+    reductions,
+    shapes,
+    strided,
+)
 from .by_name import has_rule, rule_for
 from .table import Translation
 
