@@ -147,6 +147,10 @@ def _linear(**more: Any) -> Any:
     return mf.parallelize(nn.Linear(4, 4), MESH, **more)
 
 
+def _example_of(value: Any) -> Any:
+    return mf.plan(nn.Linear(4, 4), MESH, example=value)
+
+
 async def _awaited(x: torch.Tensor) -> torch.Tensor:
     return x
 
@@ -160,7 +164,7 @@ HOSTILE: dict[str, tuple[Callable[[], Any], str]] = {
     "dynamic names": (lambda: _linear(dynamic={"input": ["a"]}), r"dynamic\['input'\]: found \['a'\], needed a list of dims"),
     "dynamic dims": (lambda: _linear(dynamic={"input": [7]})(torch.ones(4, 4)), r"\[7\] for shape \[4, 4\], needed dims below 2"),
     "example": (lambda: _linear(plan="auto", example=3), r"example: found 3, needed a dict"),
-    "example of plan": (lambda: mf.plan(nn.Linear(4, 4), MESH, **{"example": 3}), r"example: found 3, needed a dict"),
+    "example of plan": (lambda: _example_of(3), r"example: found 3, needed a dict"),
     "a class": (lambda: mf.compile(int, MESH), r"parameters have no names.*lambda x: f\(x\)"),
     "a builtin function": (lambda: mf.compile(torch.sin, MESH), r"parameters have no names"),
     "awaited": (lambda: mf.compile(_awaited, MESH), r"one that is awaited"),
