@@ -21,6 +21,7 @@ from ...reshard.rematerialize import rematerialize_gathers
 from ...resharding import insert_resharding
 from ...sharding.layout import extent
 from ...sharding.value import Sharding
+from ..accumulating import Sync
 from ..calls import Arguments
 from ..captured_graph import Captured, Source
 from ..joint import JointWriter
@@ -121,7 +122,8 @@ class Pricer:
         mesh, model = self.stage_mesh(asked.axis), self.model
         shapes = model.shapes(asked.microbatches)
         plan, names = ModulePlan(mesh, model.parameters), dict(enumerate(model.given.names))
-        setting = Setting(plan, names, shapes, model.given.specs, model.line, {}, free=True)
+        sync = Sync(asked.microbatches > 1, asked.microbatches)
+        setting = Setting(plan, names, shapes, model.given.specs, model.line, {}, free=True, sync=sync)
         again = model.few.names if asked.recomputes else ()
         with recomputing(model.graph, again):
             return OpenWriter(model.graph, setting).opened(self, asked.microbatches)
@@ -215,7 +217,7 @@ class OpenWriter(JointWriter):
         of_weights = {end: weight for end, weight in pairs.items() if weight in weights}
         states = pricer.model.states
         more = dict.fromkeys(weights, states)
-        inputs = dataclasses.replace(inputs, more=more, share=1 / microbatches)
+        inputs = dataclasses.replace(inputs, more=more)
         few = pricer.model.few
         shared = Shared(
             tuple(few.names[i] for i in few.kept), self.of_forward, weights, made_gradients(graph, of_weights),
