@@ -17,7 +17,6 @@ from ...planner.place_inputs import place_inputs
 from ...planner.prices import Prices
 from ...planner.reshard_costs import whole_axes
 from ...propagation import ShardedDefinition
-from ...reshard.rematerialize import rematerialize_gathers
 from ...resharding import insert_resharding
 from ...sharding.layout import extent
 from ...sharding.value import Sharding
@@ -78,12 +77,12 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Layered:
-    """What layers take in the best plan: each way to hold what is gathered, the fastest first.
+    """What layers take in the best plan.
 
     parameters, arguments: how these lie. gap: by which part a better plan may take less time, None if not known.
     """
 
-    ways: tuple[LayerCosts, ...]
+    costs: LayerCosts
     parameters: Mapping[str, Spec]
     arguments: Mapping[str, Spec]
     gap: float | None
@@ -167,13 +166,11 @@ class OpenStep:
         there = found.inputs | found.followers
         graph, plan = self.graph.annotated(there), found.plan
         sharded = ShardedDefinition(graph, plan.choices, {**plan.shardings, **there}, plan.gap)
-        kept = insert_resharding(sharded)
-        ways = [kept, rematerialize_gathers(kept, 0.0)]
-        costs = [layer_costs(way, self.shared) for way in ways]
+        costs = layer_costs(insert_resharding(sharded), self.shared)
         specs = {source: self.said(source, found.inputs.get(i)) for i, source in self.sources.items()}
         parameters = {s.name: spec for s, spec in specs.items() if s.kind == "parameter"}
         arguments = {self.names[s.place]: spec for s, spec in specs.items() if s.kind == "argument"}
-        return Layered(tuple(costs), parameters, arguments, plan.gap)
+        return Layered(costs, parameters, arguments, plan.gap)
 
     def _rows_alike(
         self, places: Mapping[int, tuple[Sharding, ...]], found: Mapping[int, Sharding]
