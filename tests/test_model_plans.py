@@ -183,7 +183,8 @@ def test_few_layers_stand_for_all(layers: int, kinds: int) -> None:
     with mock.patch.object(FewLayers, "of", lambda _: few.all()):
         whole = mf.plan(model, TWO, x, x, loss=loss_of)
     assert short.seconds == pytest.approx(whole.seconds, rel=1e-6)
-    assert short.memory == pytest.approx(whole.memory, rel=0.03)  # What is at work may be most at another place. and short.cut == whole.cut
+    assert short.memory == pytest.approx(whole.memory, rel=0.03)  # What is at work may be most at another place.
+    assert short.cut == whole.cut
     assert list(short.parameters) == [name for name, _ in model.named_parameters()]
 
 
