@@ -71,7 +71,8 @@ def put(x: torch.Tensor, key: Any, value: Any) -> None:
     """
     key = key if isinstance(key, tuple) else (key,)
     whole = tuple([slice(None) if _is_place(index) else index for index in key])
-    before, dim, added = x[whole], 0, list[int]()
+    before, dim = x[whole], 0
+    added: list[int] = []
     is_written: Any = None
     for at, index in _numbered(x, key):
         if _is_place(index):
