@@ -141,13 +141,18 @@ def _follower(value: torch.Tensor) -> str:
 _Problem = tuple[str, str, str, str]
 
 
-def unreadable(value: torch.Tensor, needed: str, gradients: str) -> _Problem | None:
+def unreadable(value: torch.Tensor, kind: Any, gradients: str) -> _Problem | None:
     """What is wrong with a tensor of another kind than dense ones that hold numbers; None for such.
 
-    gradients: where gradients come from, as an error says it.
+    kind: the type that is needed, for an error. gradients: where gradients come from, as an error says it.
     """
     if follower := _follower(value):
-        return " cannot be looked into", follower, needed, f"Call it outside of these; {gradients}."
+        return (
+            " cannot be looked into",
+            follower,
+            f"a plain torch tensor, {kind}",
+            f"Call it outside of these; {gradients}.",
+        )
     if value.is_nested or value.layout != torch.strided:
         found = "a nested tensor" if value.is_nested else str(value.layout)
         how = "t.to_padded_tensor(0.0)" if value.is_nested else "t.to_dense()"
@@ -165,7 +170,7 @@ def _kind_problem(made: TensorDef, value: Any) -> _Problem | None:
         )
     if _computes(value):
         return _class_problem(made, value)
-    if problem := unreadable(value, f"a plain torch tensor, {made.type}", "gradients come from fd.grad"):
+    if problem := unreadable(value, made.type, "gradients come from fd.grad"):
         return problem
     if value.numel() and not value.untyped_storage().nbytes():
         return (

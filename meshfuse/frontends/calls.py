@@ -53,7 +53,7 @@ def read_call(module: Any, tables: Sequence[Any], parts: int, args: Sequence[Any
     modules, parameters = tables
     places = tuple([i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)])
     for place in places:
-        if problem := unreadable(leaves[place], "a plain torch tensor", "gradients come from backward()"):
+        if problem := unreadable(leaves[place], leaves[place].dtype, "gradients come from backward()"):
             wrong, found, needed, do = problem
             line = line_in_script(sys._getframe(2), ("torch",))
             raise user_error(
