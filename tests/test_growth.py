@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,18 +78,8 @@ REPORTS: dict[str, Callable[[mf.FusionDefinition], object]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("plans")
-
-
 @pytest.mark.parametrize("name", REPORTS)
-def test_reports_do_as_much_for_an_op_of_many_layers(
-    name: str, plans: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    """Each of a program of its own, whose plan, which is not what is counted, is made for the first of them."""
-    monkeypatch.setenv("MESHFUSE_CACHE", str(plans))
-
+def test_reports_do_as_much_for_an_op_of_many_layers(name: str) -> None:
     def work(layers: int) -> float:
         fd = stack(layers)
         fd.compile()
