@@ -15,7 +15,8 @@ import meshfuse as mf
 
 
 def main(device: str, *sizes: str) -> None:
-    block, world = Block(*map(int, sizes)), mf.World.current()
+    batch, length, width, heads = map(int, sizes or (4, 256, 512, 8))
+    block, world = Block(batch, length, width, heads), mf.World.current()
     fd = block.definition(world.size)
     found = check_block(block, world.size, device, lambda inputs: fd(*inputs))
     if world.rank == 0:
