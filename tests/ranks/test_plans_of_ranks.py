@@ -11,7 +11,7 @@ from rank_pool import run_bare
 
 pytestmark = pytest.mark.ranks
 
-# Planning takes `seconds`, as if a program were larger; `begins` is called as it begins. It sleeps, as tests beside these
+# Planning takes `seconds`, as if a program were larger; `begins` is called as it begins. It sleeps, as other tests
 # need the cores; one test has `work` that is Python alone, as planning is. Waits end after 1.5 seconds, from here on
 # only: ranks that start late would time out before.
 BEGIN = """
