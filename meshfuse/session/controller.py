@@ -172,6 +172,10 @@ class Controller:
         """Wait until worker 0 has done all calls. Raises WorkerError with what a call raised on any worker."""
         self.sync([0])
 
+    def _sync_worker(self, worker_id: int) -> None:
+        """The same of another worker, by Disco's name."""
+        self.sync([worker_id])
+
     def sync(self, workers: Sequence[int] | None = None) -> None:
         """Wait until all workers, or these, have done all calls. Raises WorkerError with what a call raised."""
         with self._lock:
