@@ -27,7 +27,7 @@ from ..messages import DONE, FAILED
 from ..nodes import Greeting, version
 from ..pickling import dumps, loads
 from ..wire import Closed, Connection, Frame, Late, Waiter
-from .members import FOREVER, Member, Members
+from .members import FOREVER, Member, Members, WorkerInfo
 
 REQUEST = 60
 _ROLE = "rpc"
@@ -70,6 +70,14 @@ class Agent:
         except BaseException:
             self._listener.close()
             raise
+
+    def get_worker_info(self, name: str | None = None) -> WorkerInfo:
+        """The peer of that name; this process without a name."""
+        return self.me if name is None else self.members.find(name)
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """All peers that are known, this process among them."""
+        return self.members.infos()
 
     def _own(self) -> Member:
         listener = self._listener

@@ -85,7 +85,7 @@ class Calls:
         self._sending = _Sending()
         set_peer(self)
         self.table.serve(self._send_jobs)
-        agent.members.ask = self._ask
+        agent.members.ask = self.ask
         agent.server = self
 
     # Calls
@@ -261,7 +261,7 @@ class Calls:
             self.internal(rref._owner, add, rref._id, rref._fork)
             rref.confirm()
 
-    def _ask(self, rank: int) -> None:
+    def ask(self, rank: int) -> None:
         """Wait for a peer to answer; a busy one may take its time. Raises WorkerLost."""
         with contextlib.suppress(WorkerTimeout):
             self.internal(rank, _do, [], limit=_PATIENCE)
