@@ -17,6 +17,7 @@ import torch
 
 from ...errors import ArgumentError, caller_line, shown, user_error
 from ..pickling import Tracked
+from .graph import Received, Sent
 from .hooked import Engine, leaves_of
 
 Message = tuple[int, int]  # (rank of the sender, its number there)
@@ -63,6 +64,15 @@ class Context:
 
     def _known_worker_ids(self) -> set[int]:
         return self.peers - {self.number >> _RANK_BITS}
+
+    def _recv_functions(self) -> dict[Message, Received]:
+        with self.lock:
+            return {message: Received(leaves) for message, leaves in self.received.items()}
+
+    def _send_functions(self) -> dict[Message, Sent]:
+        came = {id(leaf): one for one in self._recv_functions().values() for leaf in one.leaves}
+        with self.lock:
+            return {message: Sent(tensors, came) for message, tensors in self.sent.items()}
 
 
 class _Current(threading.local):
