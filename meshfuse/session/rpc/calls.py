@@ -274,14 +274,13 @@ class Calls:
         finally:
             self.contexts.enter(before)
 
-    def internal_all(self, jobs: Sequence[tuple[int, Callable[..., Any], tuple[Any, ...]]]) -> None:
-        """Calls of `rpc`'s own to several workers at a time: a worker, a function and its arguments each."""
+    def internal_all(self, jobs: Sequence[tuple[int, Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+        """Results of `rpc`'s own calls to several workers at a time: a worker, a function and its arguments each."""
         before = self.contexts.enter(None)
         try:
             limit = self._limit(None)
             started = [self._prepare(self.peer(to), function, args, {}, limit).begin() for to, function, args in jobs]
-            for call in started:
-                call.finish()
+            return [call.finish() for call in started]
         finally:
             self.contexts.enter(before)
 
