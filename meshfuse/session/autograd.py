@@ -196,7 +196,7 @@ def _run(context_id: int, plan: _Plan, due: list[Due], caller: int) -> list[Due]
 
 
 def _pass(context_id: int, plan: _Plan, message: Message, grads: Grads) -> list[Due]:
-    """Run this worker's part from a message, if all of it has come; the received messages whose gradients are then due."""
+    """Run this worker's part from a message, if all of it has come; gradients that are then due."""
     found = calls().contexts.get(context_id)
     group = [message] if message == _ROOT else plan.group(message)
     with found.lock:

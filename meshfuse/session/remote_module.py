@@ -30,7 +30,8 @@ _WORKERS = "meshfuse.session.worker_module"
 _on_workers = functools.partial(NamedFunction, _WORKERS)
 
 
-# (place among the leaves, name, how it lies): a Placed, the shape of what is cut, or a model's outputs and a place there.
+# (place among the leaves, name, how it lies): a Placed, the shape of what is cut, or a model's outputs and the place
+# among them.
 Told = tuple[Any, ...]
 
 

@@ -19,6 +19,7 @@ from .progress import Progress
 from .wire import Closed, Frame, Late
 
 _AT_REST = 2.0  # Seconds that workers have, after a timeout, to leave the collectives that they wait in.
+_LAST = 1 << 30  # above all numbers of workers
 _MUTE = "does not answer at all (it is stopped, or its Python does not run)"
 
 
@@ -136,19 +137,25 @@ class Workers:
         """The answers of workers to one command each, within the session's timeout or another limit, in seconds."""
         limit = self.timeout if limit is None else limit
         deadline, start = time.monotonic() + limit, time.perf_counter()
-        answers: list[Frame] = []
+        answers: list[Any] = [None] * len(links)
         progress = Progress()
+        for link, number in zip(links, numbers, strict=True):
+            link.expect(number)
         try:
-            for link, number in zip(links, numbers, strict=True):
-                answers.append(self._answer(link, number, deadline, progress))
+            # The one that was sent its command last first: when it answers, most others have. But threads at the end,
+            # which run while this one waits for processes.
+            for place in sorted(range(len(links)), key=lambda place: links[place].worker or _LAST):
+                answers[place] = self._answer(links[place], numbers[place], deadline, progress)
         except Late:
-            left = list(zip(links, numbers, strict=True))[len(answers) :]
+            left = [pair for pair, answer in zip(zip(links, numbers, strict=True), answers, strict=True) if not answer]
             missing = [link for link, number in left if self._found(link, number, time.monotonic()) is None]
             raise self._timed_out(missing or [left[0][0]], limit) from None
         except KeyboardInterrupt:
             self._abandon(max(numbers))
             raise
         finally:
+            for link in links:
+                link.expect(0)
             progress.wipe()
             if self.profiling is not None:
                 self.profiling.add("wait", "a wait for workers", max(numbers), start)
@@ -163,7 +170,6 @@ class Workers:
                     raise
                 progress.show(f"waiting for worker {link.worker}{self.log.latest(number)}")
             except Woken:
-                self.supervisor.clear_wake()
                 if self.supervisor.lost:
                     self.raise_lost(self.links[min(self.supervisor.lost)])
             except Closed:
