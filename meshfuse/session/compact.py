@@ -107,7 +107,7 @@ class Writer:
         return None if before == count else (_AGAIN, before)
 
     def _container(self, value: list[Any] | dict[Any, Any], depth: int) -> Any:
-        if type(value) is list:
+        if isinstance(value, list):
             return (_LIST, *[self.form(item, depth + 1) for item in value])
         if not all(type(key) in PLAIN for key in value):
             raise NotCompact

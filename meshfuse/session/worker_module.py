@@ -74,14 +74,15 @@ class WorkerModule:
     def _find_wrapping(self, name: str, where: Placed | tuple[int, ...] | None) -> Wrapping | None:
         if where is None:
             return None
-        spec, shape = self.state.options.inputs.get(name), where.shape if isinstance(where, Placed) else where
-        usual = None if spec is None or len(spec) != len(shape) else self.state.places.of_spec(name, spec, shape)
-        sharding = where.sharding if isinstance(where, Placed) else None
-        if usual is not None and sharding in (None, usual.sharding) and _is_even(usual.sharding, shape):
+        shape, places = where.shape if isinstance(where, Placed) else where, self.state.places
+        spec = self.state.options.inputs.get(name)
+        usual = places.of_spec(name, spec, shape) if spec is not None and len(spec) == len(shape) else None
+        place = places.of_sharding(name, where.sharding, shape) if isinstance(where, Placed) else usual
+        if place is None or (
+            usual is not None and place.sharding == usual.sharding and _is_even(place.sharding, shape)
+        ):
             return None
-        if sharding is None:
-            return usual, shape
-        return self.state.places.of_sharding(name, sharding, shape), shape
+        return place, shape
 
 
 @dataclass(frozen=True, slots=True)

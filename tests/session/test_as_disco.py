@@ -1,4 +1,4 @@
-"""Scripts for TVM's Disco with another import: what its own tests do (session, ccl), on sessions of every kind and size.
+"""Scripts for TVM's Disco with another import: what its own tests do (session, ccl), on sessions of all kinds.
 
 They hold arrays of numpy, and shapes that differ from those of the tensors that they are copied into.
 """

@@ -383,6 +383,10 @@ def test_hooks_of_leaves_and_of_their_nodes_run(where: int) -> None:
     assert sorted(seen) == sorted(["before", "before", "after [2.0, 4.0, 6.0]", "after [6.0, 12.0, 18.0]"] * 2)
 
 
+def load(module: str) -> None:
+    importlib.import_module(module)
+
+
 def averaged(path: str, rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Gradients of a layer, of a layer under DDP behind a call, in a context; and of plain autograd after that."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -414,7 +418,7 @@ def rows(rank: int) -> torch.Tensor:
 
 def test_ddp_averages_in_a_context(tmp_path: Path) -> None:
     for rank in (1, 2):  # What DDP loads takes longer than a call may on a busy machine.
-        rpc.rpc_sync(rank, importlib.import_module, ("torch._dynamo",), timeout=0)
+        rpc.rpc_sync(rank, load, ("torch._dynamo",), timeout=0)
     found = torch.futures.wait_all([rpc.rpc_async(rank + 1, averaged, (str(tmp_path / "s"), rank)) for rank in (0, 1)])
     wanted = []
     for rank in (0, 1):
