@@ -7,7 +7,7 @@ import itertools
 import marshal
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,28 +52,27 @@ class Prepared:
     def begin(self) -> Prepared:
         """Send it; calls to this process itself run in `finish`."""
         if self._peer.id != self._part.me.id:
-            with self._told():
+            try:
                 self._pooled = self._part.agent.begin(self._peer.id, self._frame)
+            except SessionError:
+                self._part.take_back(self._forks)
+                raise
         return self
 
     def finish(self) -> Any:
         """Wait for the answer. Raises what the function raised."""
-        with self._told():
-            answer = (
-                self._part.serve_self(self._frame) if self._pooled is None
-                else self._part.agent.finish(self._peer.id, self._pooled, self._limit)
-            )  # fmt: skip
-        raise_failure(answer, f"{getattr(self._function, '__name__', self._function)} on {self._peer.name}")
-        return self._part.read(answer, self._context)[0]
-
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """A context in which an error means that the references of the message have not arrived."""
+        part, peer = self._part, self._peer
         try:
-            yield
+            answer = (
+                part.serve_self(self._frame) if self._pooled is None
+                else part.agent.finish(peer.id, self._pooled, self._limit)
+            )  # fmt: skip
         except SessionError:
-            self._part.take_back(self._forks)
+            part.take_back(self._forks)  # The references of the message have not arrived.
             raise
+        if answer.kind != DONE:
+            raise_failure(answer, f"{getattr(self._function, '__name__', self._function)} on {peer.name}")
+        return part.read(answer, self._context)[0]
 
 
 class Calls:

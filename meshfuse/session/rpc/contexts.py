@@ -114,7 +114,12 @@ class Contexts:
         A call that belongs to a context may go on here after that has ended where it began.
         """
         with self._lock:
-            return Context(number) if number in self._ended else self._all.setdefault(number, Context(number))
+            found = self._all.get(number)
+            if found is None:
+                found = Context(number)
+                if number not in self._ended:
+                    self._all[number] = found
+            return found
 
     def get(self, number: Any) -> Context:
         """The context of that number. ArgumentError where it has ended, or never was."""
