@@ -92,10 +92,10 @@ def test_hosts_on_slow_links_are_stages() -> None:
     with torch.device("meta"):
         model, x = Mlp(4096, 16384, 16), torch.empty(1024, 4096)
     found = mf.plan(model, HOSTS, x, x, loss=loss_of)
-    assert found.family.startswith("host: pipeline of 4 stages") and found.stages == 4 <= found.microbatches
-    assert found.cut == ("layers.4", "layers.8", "layers.12")
+    assert found.family.startswith("host: pipeline of ") and found.stages in (4, 8) and found.microbatches >= 4
+    assert {"layers.4", "layers.8", "layers.12"} <= {*found.cut}
     said = str(found)
-    assert "pipeline=mf.Pipeline('host', '1f1b', " in said and "no stages: " in said and "gpu: fully sharded: " in said
+    assert "pipeline=mf.Pipeline('host', '" in said and "no stages: " in said and "gpu: fully sharded: " in said
     flat = found.priced({"host": "data"})
     assert flat.stages == 1 and flat.seconds > 1.1 * found.seconds
 
@@ -124,6 +124,30 @@ def test_what_a_plan_says_costs_the_same_where_it_is_kept() -> None:
     )
     assert kept.parameters == found.parameters
     assert kept.seconds == pytest.approx(found.seconds, rel=1e-9) and kept.memory == found.memory
+
+
+@pytest.mark.parametrize(
+    ("ranks", "roles"),
+    [
+        ((2, 2, 4), {}),
+        ((4, 1, 4), {}),
+        ((2, 8, 2), {"tp": "sequence"}),
+        ((2, 8, 1), {}),
+        ((2, 2, 2), {"dp": "sequence"}),
+    ],
+)
+def test_a_step_that_is_played_takes_what_its_plan_says(ranks: tuple[int, int, int], roles: dict[str, str]) -> None:
+    """In time and in memory: stages are planned as the whole is, gradients summed once over all axes.
+
+    A plan counts no communication as hidden behind computation.
+    """
+    mesh = mf.DeviceMesh(ranks, ("pp", "dp", "tp"), links="dgx-h100")
+    with torch.device("meta"):
+        model, x = Mlp(8192, 32768, 8), torch.empty(32, 1024, 8192)
+    found = mf.plan(model, mesh, x, x, loss=loss_of, roles={"pp": "pipeline", **roles}, microbatches=8)
+    played = mf.parallelize(model, mesh, found, loss=loss_of).play(x, x)
+    assert 0.8 * found.seconds < played.seconds < 1.1 * found.seconds
+    assert played.memory == pytest.approx(found.memory, rel=0.15)
 
 
 def test_states_of_the_optimiser_that_do_not_fit_are_fully_sharded() -> None:
@@ -159,7 +183,8 @@ def test_few_layers_stand_for_all(layers: int, kinds: int) -> None:
     with mock.patch.object(FewLayers, "of", lambda _: few.all()):
         whole = mf.plan(model, TWO, x, x, loss=loss_of)
     assert short.seconds == pytest.approx(whole.seconds, rel=1e-6)
-    assert short.memory == pytest.approx(whole.memory, rel=0.02) and short.cut == whole.cut
+    assert short.memory == pytest.approx(whole.memory, rel=0.03)  # What is at work may be most at another place.
+    assert short.cut == whole.cut
     assert list(short.parameters) == [name for name, _ in model.named_parameters()]
 
 

@@ -57,11 +57,10 @@ def keep_stationary(recording: Recording, tensor: int, along: Any, line: SourceL
     found.stationary = tuple([name for name in names if name in axes or name in found.stationary])
 
 
-def leave_unreduced(recording: Recording, tensor: int, axes: Sequence[str]) -> None:
-    """Have each rank along these axes of an annotated tensor's mesh hold a term of a sum, and none the sum itself."""
-    found = recording.own_annotations[tensor]
-    assert found.mesh is not None
-    found.terms = tuple([name for name in found.mesh.names if name in axes])
+def leave_as_made(recording: Recording, tensor: int, made: Sharding, line: SourceLine) -> None:
+    """Annotate a tensor with a sharding that may be partial: ranks then hold terms of a sum, none the sum itself."""
+    shard(recording, tensor, made.reduced(), None, line)
+    recording.own_annotations[tensor].terms = made.partial
 
 
 def shard(recording: Recording, tensor: int, sharding: Any, mesh: Any, line: SourceLine) -> None:

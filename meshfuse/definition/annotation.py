@@ -26,7 +26,7 @@ class Annotation:
     `stated`: it comes from a mesh_split or a sharding. A mesh alone leaves the splits open.
     `implied`: the reason, in words, where the user has not annotated the tensor.
     `stationary`: the mesh axes along which no collective may move the tensor.
-    `terms`: the mesh axes along which each rank holds a term of a sum, in the order of the mesh.
+    `terms`: the mesh axes, or parts of them, along which each rank holds a term of a sum.
     """
 
     line: SourceLine
@@ -38,7 +38,7 @@ class Annotation:
     stated: bool = False
     implied: str = ""
     stationary: tuple[str, ...] = ()
-    terms: tuple[str, ...] = ()
+    terms: Layout = ()
 
     def sharding(self, name: str, shape: Sequence[int]) -> Sharding:
         """The sharding of a tensor of this shape.
@@ -52,8 +52,7 @@ class Annotation:
         # A result may be scattered over the axis that its reduction runs over.
         for layouts in (dims, self.named(reduction=True)):
             check_axes(name, layouts, self.mesh, self.line)
-        terms = [Split(self.mesh.axis_size(axis), axis) for axis in self.terms]
-        return Sharding.make(self.mesh, dims, shape, terms, "sum" if terms else "")
+        return Sharding.make(self.mesh, dims, shape, self.terms, "sum" if self.terms else "")
 
     def key(self) -> object:
         """Equal for annotations that give tensors of equal shapes equal shardings."""

@@ -94,6 +94,7 @@ class Recording:
     primals: by gradient the tensor whose gradient it is.
     constants: tensors that no gradient passes.
     units: weights that are gathered together for their use.
+    once_in: by output that is added up over so many runs, how many: it is brought to its place once in them.
     sweeps: by call of `fd.grad` the numbers of the ops that it has appended.
     rounds: whether results of half precision are rounded to it at once, as in torch, and not Float as in nvFuser.
     is_open: whether it may still change; False once something was compiled from it.
@@ -113,6 +114,7 @@ class Recording:
         self.constants: set[int] = set()
         self.units: list[UnitGroup] = []
         self.sweeps: list[range] = []
+        self.once_in: dict[int, int] = {}
         self.rounds, self.is_open = False, True
         self._producers: dict[int, int] = {}
         # Worked out once for ops of one form, as gradients have many of these.
@@ -131,7 +133,7 @@ class Recording:
         """Write all of it into an empty recording, which may then go on."""
         for name in ("tensors", "nodes", "inputs", "outputs", "history", "units", "sweeps"):
             getattr(new, name).extend(getattr(self, name))
-        for name in ("scalars", "overlaps", "primals", "constants", "_producers"):
+        for name in ("scalars", "overlaps", "primals", "constants", "once_in", "_producers"):
             getattr(new, name).update(getattr(self, name))
         new.own_annotations.update((i, replace(a, domain=a.domain.copy())) for i, a in self.own_annotations.items())
 

@@ -16,7 +16,6 @@ from ..executor.dtensor import is_dtensor
 from ..mesh import DeviceMesh
 from ..sharding.value import Sharding
 from .cut import is_view
-from .plans import Spec, axes_in
 
 Node = torch.fx.Node
 # By parameter the axes of the mesh along which ranks hold terms of its gradient.
@@ -28,10 +27,12 @@ class Sync(NamedTuple):
     """How a call's gradients are summed over ranks.
 
     leaves: whether they are left as terms.
+    runs: in how many calls they are summed once, as far as that is known.
     taken: the terms of earlier calls that are in `.grad`.
     """
 
     leaves: bool = False
+    runs: int = 1
     taken: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
@@ -50,25 +51,13 @@ def terms_held(parameters: Iterable[tuple[str, Any]], mesh: DeviceMesh) -> Terms
     return found
 
 
-def terms_left(
-    gradients: Mapping[str, Node], made: Mapping[Node, Sharding], specs: Iterable[Spec], mesh: DeviceMesh
-) -> Terms:  # fmt: skip
-    """The gradients that a plan has as terms over axes of the data, before it sums them.
+def open_axes(node: Node, made: Mapping[Node, Sharding], mesh: DeviceMesh) -> set[str]:
+    """The axes along which ranks have terms of a node, or of all that it is a view or a sum of.
 
-    made: by node how a plan makes it. specs: how the arguments of the call are cut.
+    made: by node how a plan makes it.
     """
-    data, found = axes_in(specs), dict[str, tuple[str, ...]]()
-    for name, node in gradients.items():
-        open_axes = _open_axes(node, made, mesh) & data
-        if open_axes:
-            found[name] = tuple(axis for axis in mesh.names if axis in open_axes)
-    return found
-
-
-def _open_axes(node: Node, made: Mapping[Node, Sharding], mesh: DeviceMesh) -> set[str]:
-    """The axes along which ranks have terms of a node, or of all that it is a view or a sum of."""
     partial = made[node].partial if node in made else ()
     found = {split.axis for split in partial if split.axis and split.size == mesh.axis_size(split.axis)}
     if found or not (is_view(node) or node.target is torch.ops.aten.add.Tensor):
         return found
-    return set.intersection(*(_open_axes(x, made, mesh) for x in node.all_input_nodes))
+    return set.intersection(*(open_axes(x, made, mesh) for x in node.all_input_nodes))

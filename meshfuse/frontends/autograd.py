@@ -48,7 +48,8 @@ class Runner:
         self._changed = [source.place for source in self._mutated if source.of == "argument"]
         self._wraps = [self._wrap(source, i) for i, source in enumerate(self._results)]
         self._draws = any(node.draws for node in step.forward.fd.recording.nodes)
-        self._left = {name: places.of_terms(name, axes) for name, axes in step.left.items()}
+        self._left = {name: places.of_terms(name, [split.axis for split in left.partial if split.axis])
+                      for name, left in step.left.items()}  # fmt: skip
         held = [s for half in halves for s in half.inputs if s.kind == "terms"]
         self._held = {s: _getter(module, graph, Source("parameter", s.name)) for s in held}
         self._reads = [s for s in step.backward.inputs if s.kind in kinds] if step.backward is not None else []

@@ -122,10 +122,9 @@ class _Choice:
         for node in sorted((n for n in wanted if not self._is_cheap(n)), key=self._order.__getitem__):
             self._provide(node)
         for node in sorted((n for n in wanted if self._is_cheap(n)), key=self._order.__getitem__):
-            if self._follows(node):
-                self._repeat(node)
-            else:
-                self._provide(node)
+            if not self._follows(node):
+                self._provide(_shown_by(node))
+            self._repeat(node)
         self._again -= self._saved
         order = self._order.__getitem__
         return sorted(self._saved, key=order), sorted(self._again, key=order)
@@ -176,6 +175,13 @@ class _Choice:
             if here.op == "call_function" and here not in self._saved and here not in self._again:
                 self._again.add(here)
                 waiting += self._read(here)
+
+
+def _shown_by(node: Node) -> Node:
+    """The tensor of which a node is a view, or the node itself: of several views of one tensor it is what is saved."""
+    while is_view(node) and node.all_input_nodes[0].op == "call_function":
+        node = node.all_input_nodes[0]
+    return node
 
 
 def is_size(node: Node) -> bool:

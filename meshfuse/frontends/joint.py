@@ -23,7 +23,7 @@ from ..gc_pause import no_collection
 from ..graph import Carried
 from ..plans.plan_cost import plan_cost
 from ..sharding.value import Sharding
-from .accumulating import NO_TERMS, SYNCED, Terms, terms_left
+from .accumulating import NO_TERMS, SYNCED, Terms, open_axes
 from .activations import outputs_of_modules
 from .attentions import in_words, spreads, with_borders
 from .backward_parts import Part, parts_of
@@ -71,7 +71,7 @@ class JointWriter:
         self.sources = dict(graph.inputs)
         self.parts = parts_of(graph, self.cut, self._read, setting.is_split) if self.cut.backward else []
         self.held = [node for part in self.parts for node in part.given]
-        self.left = NO_TERMS
+        self.left: Mapping[str, Sharding] = {}
         self._rows: dict[Node, int] = {}
         self.orders: Mapping[Node, Carried] = {}
         self._specs = {source.place: self._result_spec(node, source.place) for node, source in self._results()}
@@ -124,7 +124,7 @@ class JointWriter:
         made, kept = self.written()
         compiled = made.fd.compile()
         if self.setting.sync.leaves:
-            self.left = self._terms_left(made, compiled.sharded.shardings)
+            self.left = self._gradients_left(made, compiled.sharded.shardings)
         left = compiled.output_shardings()
         found = {node: compiled.sharded.shardings.get(view.id) for node, view in kept.items()}
         results = self._results()
@@ -134,11 +134,25 @@ class JointWriter:
         self.orders = {node: carried[view.id] for node, view in kept.items() if view.id in carried}
         return made.fd, {node: s for node, s in both.items() if _sayable(s, node, self.sizes)}
 
-    def _terms_left(self, made: Translator, shardings: Mapping[int, Sharding]) -> Terms:
-        gradients = {source.name: node for part in self.parts for node, source in part.ends if source.name}
+    def _gradients_left(self, made: Translator, shardings: Mapping[int, Sharding]) -> dict[str, Sharding]:
+        """How gradients of parameters are left, by name, where that is not as these lie.
+
+        As the plan makes them, where it counts their sums once in several runs. Else `.grad`, which users see, lies as
+        the parameter does but for the axes along which ranks have terms.
+        """
         ids = {node: view.id for node, view in made.values.items() if isinstance(view, TensorView)}
         there = {node: shardings[i] for node, i in ids.items() if i in shardings}
-        return terms_left(gradients, there, self.setting.specs.values(), self.setting.mesh)
+        found = dict[str, Sharding]()
+        for node, name in [(node, source.name) for part in self.parts for node, source in part.ends if source.name]:
+            shape = self.sizes.shape(node.meta["val"])
+            axes = open_axes(node, there, self.setting.mesh)
+            left = self.setting.gradient(name, shape, [axis for axis in self.setting.mesh.names if axis in axes])
+            # A rule lets a view lie as the parameter does, though it shows terms.
+            if self.setting.sync.runs > 1 and node in there and (there[node].partial or not axes):
+                left = there[node]
+            if left != self.setting.gradient(name, shape):
+                found[name] = left
+        return found
 
     def written(self) -> tuple[Translator, dict[Node, TensorView]]:
         """The joint definition, and what of it the halves hand on."""
@@ -377,16 +391,19 @@ class JointWriter:
         view = made.values[node]
         spec = self._spec(replace(source, kind=source.of) if source.kind == "mutation" else source, view.ndim)
         made.fd.at = replace(made.fd.at, name=name)
-        left = self.left.get(source.name, ()) if source.kind == "gradient" else ()
-        is_summed = source.kind == "gradient" and not left
-        if left:
-            view = self._cast(made, view, self._kept_dtype(node, source))
+        left = self.left.get(source.name) if source.kind == "gradient" else None
+        is_summed = source.kind == "gradient" and left is None
         if is_summed:
             view = self._cast(made, view, self.setting.reduce)
             view = self._with_terms(made, view, node, source, taken) if taken else view
-        if spec is not None:
+        if left is not None:
+            view = made.fd.ops.set(self._cast(made, view, self._kept_dtype(node, source)))
+            annotating.leave_as_made(made.fd.recording, view.id, left, self.setting.line)
+        elif spec is not None:
             view = made.fd.ops.set(view)
-            self.setting.annotate(made.fd, view, spec, left)
+            self.setting.annotate(made.fd, view, spec)
+        if is_summed and self.setting.sync.runs > 1 and source.name:
+            made.fd.recording.once_in[view.id] = self.setting.sync.runs
         if is_summed:
             view = self._cast(made, view, self.setting.dtypes.get(source.name or source.place))
         made.fd.add_output(view)
@@ -397,7 +414,8 @@ class JointWriter:
         """A gradient with the terms of earlier calls, which ranks along these axes have."""
         dtype = from_torch(self._kept_dtype(node, source))
         earlier = made.fd.new_input(view.type.shape, dtype, self.setting.named(f"{source.name}.grad before"))
-        self.setting.annotate(made.fd, earlier, self.setting.plan.spec(source.name, view.ndim), axes)
+        there = self.setting.gradient(source.name, view.type.shape, axes)
+        annotating.leave_as_made(made.fd.recording, earlier.id, there, self.setting.line)
         found = made.fd.ops.add(view, earlier)
         return found if found.dtype is view.dtype else made.fd.ops.cast(found, view.dtype)
 

@@ -13,6 +13,7 @@ from ..definition.annotation import layouts_of_spec
 from ..definition.tensor_view import TensorView
 from ..errors import SourceLine
 from ..mesh import DeviceMesh
+from ..sharding.layout import Split
 from ..sharding.value import Sharding
 from .accumulating import SYNCED, Sync, Terms
 from .captured_graph import Source
@@ -68,12 +69,17 @@ class Setting:
         """The user's line, with a name of what is defined there."""
         return replace(self.line, name=name)
 
-    def annotate(self, fd: TracedDefinition, view: TensorView, spec: Spec, terms: Sequence[str] = ()) -> None:
-        """Annotate a tensor by a spec, of which ranks along the axes of `terms` have terms of a sum."""
-        layouts = layouts_of_spec(view.label, self.mesh, without_axes(spec, terms), view.ndim, self.line)
+    def annotate(self, fd: TracedDefinition, view: TensorView, spec: Spec) -> None:
+        """Annotate a tensor by a spec."""
+        layouts = layouts_of_spec(view.label, self.mesh, spec, view.ndim, self.line)
         annotating.annotate(fd.recording, view.id, self.mesh, layouts, self.line)
-        if terms:
-            annotating.leave_unreduced(fd.recording, view.id, terms)
+
+    def gradient(self, name: str, shape: Sequence[int], axes: Sequence[str] = ()) -> Sharding:
+        """Where a parameter's gradient lies of which ranks along these axes have terms."""
+        spec = without_axes(self.plan.spec(name, len(shape)), axes)
+        dims = layouts_of_spec(name, self.mesh, spec, len(shape), self.line)
+        terms = [Split(self.mesh.axis_size(axis), axis) for axis in axes]
+        return Sharding.make(self.mesh, dims, shape, terms, "sum" if terms else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +103,8 @@ class Step:
     results: the shardings of the forward's outputs.
     saved: how many tensors the forward hands to the backward.
     rest: of a backward in two parts the second.
-    left: the gradients that are returned as terms of sums over ranks.
-    taken: those to which such terms of earlier calls are added.
+    left: by parameter how its gradient is returned, where that is not as the parameter lies: as terms of a sum.
+    taken: by parameter the axes along which ranks have terms of it of earlier calls, which are added to it.
     attention: under context parallelism, by name of an attention in words how it lies.
     fixed: by place the results that are no tensors.
     """
@@ -109,7 +115,7 @@ class Step:
     results: tuple[Sharding, ...]
     saved: int
     rest: Half | None = None
-    left: Terms = field(default_factory=dict)
+    left: Mapping[str, Sharding] = field(default_factory=dict)
     taken: Terms = field(default_factory=dict)
     attention: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[int, Any] = field(default_factory=dict)

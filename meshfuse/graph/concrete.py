@@ -79,6 +79,7 @@ def specialize(
         tensors, nodes, tuple(recording.inputs), tuple(recording.outputs), annotations,
         _reductions(on_meshes, producer), lines, recording.scalars, streams, implied=implied,
         stationary={i: on_meshes[i].stationary for i in annotations if on_meshes[i].stationary},
+        once_in=recording.once_in,
     )  # fmt: skip
 
 

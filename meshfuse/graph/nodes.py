@@ -107,6 +107,7 @@ class Graph:
     rewritings: those that made this graph of the definition's own ops, first one first.
     stationary: by tensor the mesh axes along which no collective may move it.
     carried: the tensors that are in another order than in the definition.
+    once_in: by output that is added up over so many runs, how many; it is brought to its place once in them.
     units: the tensors that come of a reshard which goes in one call with those of the same text: weights of a unit that
         are gathered, and their gradients.
     """
@@ -125,6 +126,7 @@ class Graph:
     stationary: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     carried: Mapping[int, Carried] = field(default_factory=dict)
     units: Mapping[int, str] = field(default_factory=dict)
+    once_in: Mapping[int, int] = field(default_factory=dict)
 
     def shape(self, tensor: int) -> tuple[int, ...]:
         return self.tensors[tensor].type.shape

@@ -12,7 +12,7 @@ from ..ops import OPS
 from ..ops.opdef import OpDef
 from ..ops.rules import FactorKind, Rule
 from ..ops.values import ScalarRef
-from ..placement.roofline import local_cost
+from ..placement.roofline import Roofline, Stored, stored_by, stored_tensors
 from ..reshard.steps import Step, wire_elements
 from ..resharding import Compute, Reshard, Value
 from ..sharding import layout as lay
@@ -67,7 +67,8 @@ class RankLowering:
         self.fusible = fusible_parts(segmented)
         self._fusable = fusable_copies(segmented, self.fusible)
         self._texts = OpText(rank, self.scalar_text)
-        self._costs: dict[tuple[int, int], tuple[float, float]] = {}
+        self._stored = stored_tensors(self.graph)
+        self._costs: dict[tuple[int, int, Stored], tuple[float, float]] = {}
         self._step_texts: dict[Step, tuple[str, str, str]] = {}
 
     def run(self, in_flight: int) -> RankProgram:
@@ -152,11 +153,11 @@ class RankLowering:
         )
 
     def cost(self, compute: Compute) -> tuple[float, float]:
-        """Operations of an op on one rank, and the least bytes that it reads and writes."""
-        call = self.graph.nodes[compute.node].call
-        key = (id(call), id(compute.placement))
+        """Operations of an op on one rank, and the bytes of memory that it reads and writes, as they are planned."""
+        node = self.graph.nodes[compute.node]
+        key = (id(node.call), id(compute.placement), stored := stored_by(node, self._stored))
         if key not in self._costs:
-            self._costs[key] = local_cost(call, compute.placement)
+            self._costs[key] = Roofline(node.call, stored).work(compute.placement)
         return self._costs[key]
 
     def _kernel_lines(self, part: Segment) -> tuple[list[str], list[tuple[str, SourceLine]]]:

@@ -56,7 +56,11 @@ class Roofline:
     def seconds(self, placement: Placement) -> float:
         """What a placement takes."""
         mesh = placement.results[0].mesh
-        return computation(self._flops / placement.ways, self._moved(placement), mesh.flops, mesh.memory)
+        return computation(*self.work(placement), mesh.flops, mesh.memory)
+
+    def work(self, placement: Placement) -> tuple[float, float]:
+        """Of a placement on one rank: (operations, bytes of memory that it reads and writes)."""
+        return self._flops / placement.ways, self._moved(placement)
 
     def least(self, mesh: DeviceMesh) -> float:
         """What no placement on a mesh takes less than: nothing is computed or read twice."""

@@ -136,7 +136,8 @@ class Answer:
         made, end = self.made(tensor), self._end_of(tensor)
         copy = () if tensor in self.program.frame.given else self.there(tensor)[1:]
         targets = copy or ((end,) if end is not None else ())
-        return sum([self.program.prices.seconds(made, target, self.program.ttype(tensor)) for target in targets])
+        seconds = sum([self.program.prices.seconds(made, target, self.program.ttype(tensor)) for target in targets])
+        return seconds * self.program.frame.share_of(tensor)
 
     def _source(self, node: Node, placement: Placement) -> Source:
         """What a placement of an op follows: an operand that is there already, a result that is asked for so."""

@@ -63,8 +63,8 @@ class _Stretch(NamedTuple):
 def _kinds(graph: Graph) -> list[int]:
     """A number for each op, equal where the same is done with tensors of which the same is said."""
     inputs, outputs, said = set(graph.input_tensors), set(graph.outputs), graph.annotations
-    streams, kept = graph.streams, graph.stationary
-    told = {i: (said.get(i), i in inputs, i in outputs, streams.get(i), kept.get(i))
+    streams, kept, rare = graph.streams, graph.stationary, graph.once_in
+    told = {i: (said.get(i), i in inputs, i in outputs, streams.get(i), kept.get(i), rare.get(i))
             for i in {*inputs, *outputs, *said, *streams}}  # fmt: skip
     numbers: dict[Any, int] = {}
     kinds = []

@@ -104,7 +104,12 @@ class Frame:
         made = graph.tensors[tensor].type if maker is None else (decide[maker[0]], maker[1])
         read = sorted([(decide[node], *places) for node, places in self.readers.get(tensor, {}).items()])
         note, is_output = graph.annotations.get(tensor), tensor in self.outputs
-        return made, note, self.kept.get(tensor), is_output, tensor in self.opened.places, tuple(read)
+        said = note, self.kept.get(tensor), graph.once_in.get(tensor)
+        return made, said, is_output, tensor in self.opened.places, tuple(read)
+
+    def share_of(self, tensor: int) -> float:
+        """In which part of all runs a tensor is brought to where it is left."""
+        return 1.0 / self.graph.once_in.get(tensor, 1)
 
     def readers_of(self, tensor: int) -> Mapping[int, int]:
         """The ops that decide for a tensor's readers, and for how many of them."""

@@ -34,7 +34,6 @@ class OpenInputs:
     held: what ops make that is in memory when a rank holds most.
     price: the seconds that a byte of an input, of what follows it, and of what is held, counts as.
     more: by open input how many more tensors of its size lie as it does, such as the states of an optimiser.
-    share: how often the outputs that follow are brought to where they are left: once in so many steps is 1 / n.
     """
 
     places: Mapping[int, Shardings] = field(default_factory=dict)
@@ -42,7 +41,6 @@ class OpenInputs:
     held: frozenset[int] = frozenset()
     price: float = 0.0
     more: Mapping[int, float] = field(default_factory=dict)
-    share: float = 1.0
 
     @classmethod
     def of(

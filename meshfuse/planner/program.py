@@ -225,7 +225,7 @@ class Program:
         """Seconds from where a tensor is made to its annotation; to where it is left, if it is an output."""
         note = self.frame.graph.annotations.get(tensor)
         if note is not None:
-            return self._table(have, (note,), tensor)[:, 0]
+            return self._table(have, (note,), tensor)[:, 0] * self.frame.share_of(tensor)
         if tensor not in self.frame.outputs or tensor in self.frame.opened.follow:
             return np.zeros(len(have))
         return np.array([self.prices.seconds(s, self.end(tensor, s), self.ttype(tensor)) for s in have])
@@ -271,7 +271,7 @@ class Program:
         for i in followers:
             node, place = frame.makers[i]
             have, made = self.labels[node].results(place)
-            moves = self._table(have, places, i) * (times * frame.opened.share)
+            moves = self._table(have, places, i) * (times * frame.share_of(i))
             self.costs.edges.append(Between((self.variables[node], variable), moves, made, Classes(at, len(places))))
 
     def _pass_given(self, tensor: int) -> None:

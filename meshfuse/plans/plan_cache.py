@@ -195,7 +195,8 @@ def key_of(graph: Graph, default_mesh: DeviceMesh, how: str = "") -> str:
     placed = [f"{i} {sharding!r} {_mesh(sharding.mesh)}" for i, sharding in sorted(graph.annotations.items())]
     types = [(tensor.id, tensor.type) for tensor in graph.tensors]
     # What the user named to be worked on in chunks stays as it is: in other plans it may be written in other ops.
-    said = (sorted(graph.reductions.items()), sorted(graph.streams), sorted(graph.stationary.items()))
+    stay, rare = sorted(graph.stationary.items()), sorted(graph.once_in.items())
+    said = (sorted(graph.reductions.items()), sorted(graph.streams), stay, rare)
     rest = (placed, said, graph.inputs, graph.outputs, types, _mesh(default_mesh), how)
     text.update(repr(rest).encode())
     return text.hexdigest()[:40]

@@ -128,6 +128,7 @@ def _structure(graph: Graph, default_mesh: DeviceMesh) -> Hashable:
         tuple(sorted(graph.reductions.items())),
         tuple(sorted(graph.streams)),
         tuple(sorted(graph.stationary.items())),
+        tuple(sorted(graph.once_in.items())),
     )
     annotations = tuple(sorted(graph.annotations.items(), key=_first))
     return (nodes, len(graph.tensors), graph.inputs, graph.outputs, annotations, said, default_mesh)

@@ -13,6 +13,7 @@ from ..dtypes import DataType
 from ..mesh import STREAM, DeviceMesh, ParallelType
 from ..ops import COMPOSITES
 from ..ops.values import REQUIRED, Param, ScalarRef, TensorRef
+from ..sharding.layout import text
 
 _INDENT = "    "
 
@@ -119,7 +120,7 @@ def _annotation(name: str, annotation: Annotation, meshes: Mapping[DeviceMesh, s
     if annotation.stated:
         entries = ", ".join(_entry(root, annotation.mesh) for root in written)
         kept = f", stationary={list(annotation.stationary)}" if annotation.stationary else ""
-        terms = f"  # terms of a sum over {', '.join(annotation.terms)}" if annotation.terms else ""
+        terms = f"  # terms of a sum over {text(annotation.terms)}" if annotation.terms else ""
         yield f"fd.mesh_split({name}, {mesh}, [{entries}]{kept}){terms}"
     elif mesh is not None:
         yield f"{name}.set_device_mesh({mesh})"

@@ -39,7 +39,7 @@ def peak(resharded: ReshardedDefinition) -> Peak:
 def held_across(resharded: ReshardedDefinition, place: int) -> dict[int, int]:
     """By value the bytes of what statements up to one have made, and later ones read."""
     usage = _Usage(resharded)
-    lives = (life for life in usage._all() if -1 < life.start <= place < life.end)
+    lives = (life for life in usage.all() if -1 < life.start <= place < life.end)
     return {life.value: usage.nbytes(life.value) for life in lives}
 
 
@@ -48,6 +48,14 @@ def rematerialize_gathers(resharded: ReshardedDefinition, limit: float) -> Resha
     usage = _Usage(resharded)
     while (found := usage.peak()).nbytes > limit and usage.lower(found, limit):
         pass
+    return usage.rewritten()
+
+
+def gather_again_after(resharded: ReshardedDefinition, place: int) -> ReshardedDefinition:
+    """The statements in two halves, the second behind this place: what it reads gathered it gathers itself."""
+    usage = _Usage(resharded)
+    for life in [*usage.all()]:
+        usage.halve(life, place)
     return usage.rewritten()
 
 
@@ -133,7 +141,8 @@ class _Usage:
     def _read(self, value: int, place: int) -> None:
         self.lives[value][-1].reads.append(place)
 
-    def _all(self) -> Iterator[_Life]:
+    def all(self) -> Iterator[_Life]:
+        """The lives of all values."""
         return (life for lives in self.lives.values() for life in lives)
 
     def nbytes(self, value: int) -> int:
@@ -145,7 +154,7 @@ class _Usage:
     def _counted(self, meshes: Collection[DeviceMesh]) -> list[int]:
         """The bytes at each statement, and at the end, on ranks of these meshes."""
         changes = [0] * (len(self.resharded.statements) + 2)
-        for life in self._all():
+        for life in self.all():
             if self.values[life.value].sharding.mesh in meshes:
                 changes[max(life.start, 0)] += self.nbytes(life.value)
                 changes[life.end + 1] -= self.nbytes(life.value)
@@ -181,6 +190,15 @@ class _Usage:
                 self._take(gain)
                 over, taken = over - gain.nbytes, True
         return taken
+
+    def halve(self, life: _Life, place: int) -> None:
+        """Drop a value behind a place and make it again from what it was gathered from; terms stay summed."""
+        if not -1 < life.start <= place < life.end:
+            return
+        back = life.reads[bisect.bisect_right(life.reads, place)]
+        reshards = self._moves(life.value, back) if back < len(self.resharded.statements) else None
+        if reshards and not any(self.values[reshard.source].sharding.partial for reshard in reshards):
+            self._take(_Gain(life, back, reshards, 0, 0.0))
 
     def _gain(self, life: _Life, peak: Peak) -> _Gain | None:
         """What dropping a value until its next read saves; None if that is now, or it cannot be made again."""
@@ -256,7 +274,7 @@ class _Usage:
 
     def rewritten(self) -> ReshardedDefinition:
         """The definition with its reshards done again; itself where there are none."""
-        again = sorted((life for life in self._all() if life.again is not None), key=lambda life: life.start)
+        again = sorted((life for life in self.all() if life.again is not None), key=lambda life: life.start)
         if not again:
             return self.resharded
         values, ids = list(self.values), {}

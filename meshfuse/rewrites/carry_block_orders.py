@@ -321,7 +321,7 @@ class _CarryingWriter(GraphWriter):
         of = {version.tensor: i for i, version in self.orders.versions.items() if i in said} | {i: i for i in said}
         of = {number: of[version.tensor] for version, number in self._numbers.items() if version.tensor in of}
         of |= {i: i for i in self.graph.input_tensors}
-        names = ("annotations", "annotation_lines", "implied", "stationary")
+        names = ("annotations", "annotation_lines", "implied", "stationary", "once_in")
         tables = {name: getattr(self.graph, name) for name in names}
         return replace(graph, **{name: {i: table[j] for i, j in of.items() if j in table}
                                  for name, table in tables.items()})  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ...graph import Graph
 from ...placement.roofline import Roofline, stored_by, stored_tensors
-from ...reshard.rematerialize import held_across, peak
+from ...reshard.rematerialize import gather_again_after, held_across, peak
 from ...resharding import Compute, Reshard, ReshardedDefinition, Statement
 
 
@@ -83,8 +83,17 @@ class LayerCosts:
 
 
 def layer_costs(resharded: ReshardedDefinition, shared: Shared) -> LayerCosts:
-    """What the layers of a joint definition take and hold."""
-    return _Reader(resharded, shared).costs()
+    """What the layers of a joint definition take and hold, cut into a forward and a backward that gathers again."""
+    border = _border(resharded, shared)
+    return _Reader(gather_again_after(resharded, border), shared).costs()
+
+
+def _border(resharded: ReshardedDefinition, shared: Shared) -> int:
+    """The last statement of the forward."""
+    values = resharded.values
+    made = (i for i, s in enumerate(resharded.statements) if isinstance(s, Compute)
+            and any(values[v].tensor in shared.forward for v in s.outputs))  # fmt: skip
+    return max(made, default=-1)
 
 
 @dataclass(slots=True)
@@ -100,7 +109,7 @@ class _Reader:
     def costs(self) -> LayerCosts:
         self.found = [LayerCost()] * (len(self.shared.layers) + 2)
         self.stored = stored_tensors(self.graph)
-        places, border = self._places(), self._border()
+        places, border = self._places(), _border(self.resharded, self.shared)
         for number, (statement, place) in enumerate(zip(self.resharded.statements, places, strict=True)):
             self._add_time(statement, place, number <= border)
         self._add_bytes(border)
@@ -110,13 +119,6 @@ class _Reader:
     @property
     def graph(self) -> Graph:
         return self.resharded.graph
-
-    def _border(self) -> int:
-        """The last statement of the forward."""
-        values = self.resharded.values
-        made = (i for i, s in enumerate(self.resharded.statements) if isinstance(s, Compute)
-                and any(values[v].tensor in self.shared.forward for v in s.outputs))  # fmt: skip
-        return max(made, default=-1)
 
     def _places(self) -> list[int]:
         """By statement where it belongs: that of its tensor's name, else that of the statement before.
@@ -201,10 +203,14 @@ class _Reader:
                 made |= {values[v].tensor: place for v in statement.outputs if values[v].tensor not in made}
 
     def _working(self) -> float:
-        """The most bytes at once beside arguments, and what is kept or the gradients, whichever is more."""
+        """The most bytes at once beside arguments, and what is kept or the gradients, whichever is more.
+
+        Gradients of a micro-batch are beside the sums of earlier ones.
+        """
         kept, gradients = sum(cost.kept for cost in self.found), sum(cost.gradients for cost in self.found)
         weights = sum(cost.weights for cost in self.found)
-        return max(peak(self.resharded).nbytes - weights - max(kept, gradients), 0.0)
+        counted = kept if self.shared.is_summed_later else max(kept, gradients)
+        return max(peak(self.resharded).nbytes - weights - counted, 0.0)
 
 
 def made_gradients(graph: Graph, follow: Mapping[int, int]) -> dict[int, int]:

@@ -17,10 +17,10 @@ from ...planner.place_inputs import place_inputs
 from ...planner.prices import Prices
 from ...planner.reshard_costs import whole_axes
 from ...propagation import ShardedDefinition
-from ...reshard.rematerialize import rematerialize_gathers
 from ...resharding import insert_resharding
 from ...sharding.layout import extent
 from ...sharding.value import Sharding
+from ..accumulating import Sync
 from ..calls import Arguments
 from ..captured_graph import Captured, Source
 from ..joint import JointWriter
@@ -77,12 +77,12 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Layered:
-    """What layers take in the best plan: each way to hold what is gathered, the fastest first.
+    """What layers take in the best plan.
 
     parameters, arguments: how these lie. gap: by which part a better plan may take less time, None if not known.
     """
 
-    ways: tuple[LayerCosts, ...]
+    costs: LayerCosts
     parameters: Mapping[str, Spec]
     arguments: Mapping[str, Spec]
     gap: float | None
@@ -121,7 +121,8 @@ class Pricer:
         mesh, model = self.stage_mesh(asked.axis), self.model
         shapes = model.shapes(asked.microbatches)
         plan, names = ModulePlan(mesh, model.parameters), dict(enumerate(model.given.names))
-        setting = Setting(plan, names, shapes, model.given.specs, model.line, {}, free=True)
+        sync = Sync(asked.microbatches > 1, asked.microbatches)
+        setting = Setting(plan, names, shapes, model.given.specs, model.line, {}, free=True, sync=sync)
         again = model.few.names if asked.recomputes else ()
         with recomputing(model.graph, again):
             return OpenWriter(model.graph, setting).opened(self, asked.microbatches)
@@ -165,13 +166,11 @@ class OpenStep:
         there = found.inputs | found.followers
         graph, plan = self.graph.annotated(there), found.plan
         sharded = ShardedDefinition(graph, plan.choices, {**plan.shardings, **there}, plan.gap)
-        kept = insert_resharding(sharded)
-        ways = [kept, rematerialize_gathers(kept, 0.0)]
-        costs = [layer_costs(way, self.shared) for way in ways]
+        costs = layer_costs(insert_resharding(sharded), self.shared)
         specs = {source: self.said(source, found.inputs.get(i)) for i, source in self.sources.items()}
         parameters = {s.name: spec for s, spec in specs.items() if s.kind == "parameter"}
         arguments = {self.names[s.place]: spec for s, spec in specs.items() if s.kind == "argument"}
-        return Layered(tuple(costs), parameters, arguments, plan.gap)
+        return Layered(costs, parameters, arguments, plan.gap)
 
     def _rows_alike(
         self, places: Mapping[int, tuple[Sharding, ...]], found: Mapping[int, Sharding]
@@ -215,7 +214,7 @@ class OpenWriter(JointWriter):
         of_weights = {end: weight for end, weight in pairs.items() if weight in weights}
         states = pricer.model.states
         more = dict.fromkeys(weights, states)
-        inputs = dataclasses.replace(inputs, more=more, share=1 / microbatches)
+        inputs = dataclasses.replace(inputs, more=more)
         few = pricer.model.few
         shared = Shared(
             tuple(few.names[i] for i in few.kept), self.of_forward, weights, made_gradients(graph, of_weights),

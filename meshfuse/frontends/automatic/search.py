@@ -128,7 +128,7 @@ class Search:
     def _ideal(self) -> float:
         """Seconds of a step's computation, spread evenly over all ranks."""
         model = self.pricer.model
-        (costs, *_) = self.pricer.layered(Arrangement()).ways
+        costs = self.pricer.layered(Arrangement()).costs
         return sum(cost.ideal for cost in (costs.before, *expanded(costs, model.few), costs.behind))
 
     def _may_win(self, ranks: int, microbatches: int) -> bool:
@@ -196,15 +196,15 @@ class Search:
         return min(found, key=self._key)
 
     def _priced(self, asked: Arrangement, price: float = 0.0) -> Found:
-        """The best schedule, and way to hold what is gathered, of an arrangement at a price of memory."""
+        """The best schedule of an arrangement at a price of memory."""
         layered, mesh = self.pricer.layered(asked, price), self.pricer.stage_mesh(asked.axis)
         link = self.pricer.mesh.link((asked.axis,) if asked.axis else ())
         found = list[Found]()
         for name, virtual in _SCHEDULES if asked.axis else _SCHEDULES[:1]:
             made = replace(asked, schedule=name, virtual=virtual)
             if made.stages <= max(len(self.pricer.model.few.names), 1) and _is_possible(made):
-                costs = [step_cost(way, self.pricer.model.few, made, link, mesh.size) for way in layered.ways]
-                found += [Found(made, layered, cost) for cost in costs]
+                cost = step_cost(layered.costs, self.pricer.model.few, made, link, mesh.size)
+                found.append(Found(made, layered, cost))
         return min(found, key=self._key)
 
 

@@ -69,30 +69,34 @@ class StageHeld:
     """What a rank holds for one of its stages, as modelled, in bytes.
 
     kept: of a micro-batch, from its forward to its backward; at_once: of how many.
-    sums: gradients so far.
-    program: in the program that holds most, with its weights, and what was kept for it.
-    others: weights that this one does not read.
+    weights: its parameters. sums: gradients so far.
+    working: beside these in the program that holds most, while that runs.
     travelling: received ahead, or sent and not yet known to have come.
     """
 
     stage: int
     kept: int
     at_once: int
+    weights: int
     sums: int
-    program: int
-    others: int
+    working: int
     travelling: int
+
+    @property
+    def resting(self) -> int:
+        """What is there while a program of another stage runs."""
+        return self.kept * self.at_once + self.weights + self.sums + self.travelling
 
     @property
     def total(self) -> int:
         """All of it, while the program that holds most runs."""
-        return self.kept * max(self.at_once - 1, 0) + self.sums + self.program + self.others + self.travelling
+        return self.resting + self.working
 
     def __str__(self) -> str:
         return (
             f"stage {self.stage}: {self.kept:,} bytes kept of each micro-batch, {self.at_once} at once, "
-            f"{self.sums:,} in sums of gradients, {self.travelling:,} on their way, and at most {self.program:,} in a "
-            f"program: {self.total:,}"
+            f"{self.weights:,} of weights, {self.sums:,} in sums of gradients, {self.travelling:,} on their way, and "
+            f"at most {self.working:,} more in a program: {self.total:,}"
         )
 
 
@@ -112,26 +116,24 @@ def stages_held(assignment: Assignment, last: Sequence[Planned]) -> list[StageHe
 def _held(assignment: Assignment, program: StageProgram, stage: int, microbatches: int) -> StageHeld:
     schedule = assignment.schedule
     flight = schedule.in_flight(schedule.rank_of(stage), stage)
-    halves = [(modelled_memory(half.fd.latest()).total, half) for half in program.step.halves]
-    largest, half = max(halves, key=lambda entry: entry[0])
-    inputs = {source: n for _, other in halves for source, n in _input_bytes(other).items()}
-    others = sum(n for source, n in inputs.items() if source.kind == "parameter" and source not in half.inputs)
+    kept = _kept_bytes(program)
+    halves = [(modelled_memory(half.fd.latest()).total, _weight_bytes(half)) for half in program.step.halves]
+    working = max(total - sum(weights.values()) for total, weights in halves) - kept
     sums = sum(_gradient_bytes(program)) if microbatches > 1 else 0
     moves = [local_bytes(c, program) for c in (*program.stage.taken(back=False), *program.stage.given(back=False))]
-    return StageHeld(stage, _kept_bytes(program), flight, sums, largest, others, 2 * sum(moves))
+    return StageHeld(stage, kept, flight, _all_weights(program), sums, max(working, 0), 2 * sum(moves))
 
 
-def _input_bytes(half: Half) -> dict[Source, int]:
+def _all_weights(program: StageProgram) -> int:
+    return sum({source: n for half in program.step.halves for source, n in _weight_bytes(half).items()}.values())
+
+
+def _weight_bytes(half: Half) -> dict[Source, int]:
+    """Of each parameter that a half reads the bytes that a rank has."""
     compiled = half.fd.latest()
-    graph, shardings = compiled.graph, compiled.planned.shardings
-    return {source: shard_bytes(shardings[i], graph.tensors[i].type)
-            for source, i in zip(half.inputs, graph.input_tensors, strict=True)}  # fmt: skip
-
-
-def state_bytes(program: StageProgram, states: float) -> float:
-    """What an optimiser keeps of a stage's weights on a rank: so many tensors of each weight's size."""
-    inputs = {source: n for half in program.step.halves for source, n in _input_bytes(half).items()}
-    return states * sum(n for source, n in inputs.items() if source.kind == "parameter")
+    types, shardings = compiled.graph.tensors, compiled.planned.shardings
+    rows = zip(half.inputs, compiled.graph.input_tensors, strict=True)
+    return {s: shard_bytes(shardings[i], types[i].type) for s, i in rows if s.kind == "parameter"}
 
 
 def _gradient_bytes(program: StageProgram) -> Iterator[int]:

@@ -39,7 +39,7 @@ class StageSetting:
     graph: the whole definition, with the sizes of a micro-batch.
     rows: (size, axes) of the first dim of the batch.
     is_split: whether the backward comes in two parts.
-    leaves: whether gradients are summed over ranks once a step, and not for each micro-batch.
+    microbatches: of a step; gradients are summed over ranks once in it.
     """
 
     asked: Asked
@@ -49,7 +49,7 @@ class StageSetting:
     max_memory: float | None
     search: str
     is_split: bool
-    leaves: bool
+    microbatches: int
 
 
 def weight_name(tensor: int) -> str:
@@ -183,6 +183,7 @@ class _Joint:
             recording = self.fd.recording
             name = f"{asked.label(i).partition(' (')[0]}.grad"
             recording.name(view.id, name, recording.tensors[view.id].line)
+            recording.once_in[view.id] = self.setting.microbatches
         self.fd.recording.outputs += self.gradients
 
 
@@ -205,7 +206,7 @@ class _Halves:
         self.again = self._cheap()
         wanted = {i for node in self.backward for i in node.inputs} | joint.gradients.keys()
         self.saved = sorted(i for i in wanted & self.made_forward if i not in self.again)
-        self.left = self._terms() if self.setting.leaves else {}
+        self.left = self._left() if self.setting.microbatches > 1 else {}
 
     def _cheap(self) -> dict[int, Node]:
         found: dict[int, Node] = {}
@@ -216,24 +217,13 @@ class _Halves:
                 found[node.outputs[0]] = node
         return {i: node for i, node in found.items() if i not in self.joint.results}
 
-    def _terms(self) -> dict[int, tuple[str, ...]]:
-        """By gradient of a weight the axes of the batch along which the plan has terms of a sum."""
+    def _left(self) -> dict[int, Sharding]:
+        """By gradient of a weight where the plan makes it, if that is not where it is brought to once a step."""
+        compiled, graph = self.compiled.sharded, self.graph
         made: dict[int, Sharding] = {}
-        sources: dict[int, int] = {}
-        for node, choice in zip(self.compiled.sharded.graph.nodes, self.compiled.sharded.choices, strict=True):
+        for node, choice in zip(compiled.graph.nodes, compiled.choices, strict=True):
             made.update(zip(node.outputs, choice.placement.results, strict=True))
-            if len(node.inputs) == 1 and (node.call.op.is_view or node.name in ("set", "cast")):
-                sources[node.outputs[0]] = node.inputs[0]
-        axes = set(self.setting.rows[1]) if self.setting.rows is not None else set()
-        found: dict[int, tuple[str, ...]] = {}
-        for gradient in self.joint.weights:
-            here = gradient
-            while here in sources and not made[here].partial:
-                here = sources[here]
-            partial = {split.axis for split in made[here].partial} if here in made else set()
-            if partial & axes:
-                found[gradient] = tuple(name for name in self.setting.mesh.names if name in partial & axes)
-        return found
+        return {i: made[i] for i in self.joint.weights if i in made and made[i] != graph.annotations[i]}
 
     def step(self) -> tuple[Step, Half | None]:
         """The stage's programs, and what sums gradients over ranks once a step."""
@@ -320,7 +310,7 @@ class _Halves:
         writer.write([node.id for node in again])
         writer.write([node.id for node in nodes])
         for i in ends:
-            self._leave_terms(fd, writer, i)
+            self._leave(fd, writer, i)
         for i in given:
             self._hand_on(fd, writer, i)
         fd.recording.outputs += [writer.made[i].id for i in (*ends, *given)]
@@ -333,33 +323,26 @@ class _Halves:
         if lies is not None and not fd.recording.is_annotated(made):
             annotating.shard(fd.recording, made, lies.reduced(), None, self.setting.asked.line)
 
-    def _leave_terms(self, fd: TracedDefinition, writer: PartWriter, gradient: int) -> None:
-        """Have ranks keep their terms of a gradient."""
-        axes, recording = self.left.get(gradient, ()), fd.recording
-        if axes:
-            made = writer.made[gradient].id
+    def _leave(self, fd: TracedDefinition, writer: PartWriter, gradient: int) -> None:
+        """Have a gradient stay where the plan makes it, until the end of a step."""
+        if gradient in self.left:
+            made, recording = writer.made[gradient].id, fd.recording
             del recording.own_annotations[made]
-            self._annotate_terms(fd, made, gradient, axes)
-
-    def _annotate_terms(self, fd: TracedDefinition, tensor: int, gradient: int, axes: Sequence[str]) -> None:
-        lies = self._lies(gradient)
-        dims = [tuple(split for split in layout if split.axis not in axes) for layout in lies.dims]
-        annotating.shard(fd.recording, tensor, Sharding(lies.mesh, tuple(dims)), None, self.setting.asked.line)
-        annotating.leave_unreduced(fd.recording, tensor, axes)
+            annotating.leave_as_made(recording, made, self.left[gradient], self.setting.asked.line)
 
     def _lies(self, gradient: int) -> Sharding:
         return self.graph.annotations[gradient]
 
     def _summing(self) -> Half | None:
-        """What sums the terms of gradients over ranks."""
+        """What brings gradients to their weights."""
         if not self.left:
             return None
         fd, sources = TracedDefinition(), [self.joint.gradients[i].name for i in self.left]
         fd.at = self.setting.asked.line
-        for gradient, axes in self.left.items():
+        for gradient, left in self.left.items():
             made = self.graph.tensors[gradient]
             terms = fd.new_input(made.type.shape, made.type.dtype, made.line)
-            self._annotate_terms(fd, terms.id, gradient, axes)
+            annotating.leave_as_made(fd.recording, terms.id, left, self.setting.asked.line)
             whole = fd.ops.set(terms)
             annotating.shard(fd.recording, whole.id, self._lies(gradient), None, self.setting.asked.line)
             fd.add_output(whole)

@@ -173,11 +173,10 @@ class PipelinedDefinition:
             first = self.asked.batch[0]
             axes = self._axes(first, 0)
             rows = (shapes[first][0], axes) if axes else None
-            many = schedule.microbatches > 1
             programs = {
                 stage: definition_stage(stages[stage], stages, StageSetting(
                     self.asked, graph, self.assignment.mesh_of(stage), rows, self.max_memory, self.search,
-                    schedule.is_split, many,
+                    schedule.is_split, schedule.microbatches,
                 )) for stage in self.assignment.stages_here()
             }  # fmt: skip
             dtype = getattr(torch, graph.tensors[self.asked.loss].type.dtype.value)

@@ -238,7 +238,8 @@ class Stepper:
         check_attends(graph, self.options.asked.context, self.options.line)
         stages = stage_graphs(graph, few.cuts, len(call.leaves), self.options.line)
         check_weights(stages, few.owners, self.options.line)
-        sync = Sync(leaves=self.schedule.microbatches > 1)
+        runs = self.schedule.microbatches
+        sync = Sync(runs > 1, runs)
         setting = self.options.asked.setting(self.module, self.plan, arguments, self.options.line, True, sync)
         return _CutModel(graph, stages, setting)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...definition import annotating
 from ...dtypes import from_torch
 from ..captured_graph import Captured, Source
 from ..steps import Half, Setting, Step
@@ -9,7 +10,7 @@ from ..traced import TracedDefinition
 
 
 def summing(step: Step, graph: Captured, setting: Setting) -> Half | None:
-    """The definition that sums what a step leaves as terms of gradients over ranks; None where it leaves none."""
+    """The definition that brings gradients to their weights from where a step leaves them; None where all are there."""
     if not step.left:
         return None
     fd, nodes = (
@@ -17,11 +18,11 @@ def summing(step: Step, graph: Captured, setting: Setting) -> Half | None:
         {source.name: node for node, source in graph.of_kind("parameter")},
     )
     fd.at = setting.line
-    for name, axes in step.left.items():
+    for name, left in step.left.items():
         value = nodes[name].meta["val"]
         kept, spec = setting.dtypes.get(name, value.dtype), setting.plan.spec(name, value.ndim)
         terms = fd.new_input(list(value.shape), from_torch(kept), setting.named(f"{name}.grad"))
-        setting.annotate(fd, terms, spec, axes)
+        annotating.leave_as_made(fd.recording, terms.id, left, setting.line)
         wide = terms if setting.reduce is None else fd.ops.cast(terms, from_torch(setting.reduce))
         made = fd.ops.set(wide)
         setting.annotate(fd, made, spec)

@@ -13,7 +13,7 @@ from ...report.timeline import timeline
 from ..steps import Half
 from .assignment import Assignment
 from .borders import Crossing
-from .costs import local_bytes, stages_held, state_bytes
+from .costs import StageHeld, local_bytes, stages_held
 from .played_step import PlayedStep
 from .program import StageProgram, sharding_of
 from .schedule import FORWARD, OF_WEIGHTS, Action, Schedule, Timed
@@ -85,9 +85,7 @@ class WholeStep:
         player = _Player(self, times)
         timed = self.schedule.played(player.seconds, player.passing)
         held = stages_held(self.assignment, self.planned)
-        kept = [state_bytes(self.planned[0].programs[stage], states) for stage in range(self.schedule.stages)]
-        memory = [held[stage].total + kept[stage] for stage in range(self.schedule.stages)]
-        rows = [player.row(rank, row, memory) for rank, row in enumerate(timed)]
+        rows = [player.row(rank, row, held, states) for rank, row in enumerate(timed)]
         mesh = self.assignment.mesh
         return PlayedStep(
             tuple(zip(mesh.names, mesh.shape, strict=True)), self.assignment.axis, self.schedule, timed, tuple(rows),
@@ -137,17 +135,16 @@ class _Player:
         link = self.step.assignment.mesh.link((self.step.assignment.axis,))
         return link.seconds(len(crossings), sum(local_bytes(c, program) for c in crossings))
 
-    def row(self, rank: int, timed: Sequence[Timed], memory: Sequence[float]) -> Row:
+    def row(self, rank: int, timed: Sequence[Timed], held: Sequence[StageHeld], states: float) -> Row:
         """What the ranks of a row do in the step."""
         stages = self.step.schedule.stages_of(rank)
         total = sum((self.time(each.action) for each in timed), ProgramTime())
         sums = sum((self._sums(stage) for stage in stages), ProgramTime())
         all_ = total + sums
         end = timed[-1].end if timed else 0.0
-        return Row(
-            tuple(stages), Sums(end, end + sums.seconds), all_.seconds, all_.exposed, all_.flops,
-            sum(memory[stage] for stage in stages),
-        )  # fmt: skip
+        own = [held[stage] for stage in stages]
+        memory = sum(h.resting + states * h.weights for h in own) + max(h.working for h in own)
+        return Row(tuple(stages), Sums(end, end + sums.seconds), all_.seconds, all_.exposed, all_.flops, memory)
 
     def _sums(self, stage: int) -> ProgramTime:
         """Gradients of a stage's weights, summed over ranks when all micro-batches are done."""
