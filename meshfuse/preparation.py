@@ -41,13 +41,18 @@ def prepared(
         raise user_error("prepared: nothing follows", f"no reader of {read}", "inputs that are read", "", line)
     free = _freed(programs, compiled, inputs)
     if free is not None:
-        others, other = _cut(free, given, gathered)
-        ours, theirs = (_each(programs, cut).seconds for cut in (found, other))
-        if other.kept <= max(found.kept, found.taken) and theirs < ours:
-            keeping, found = others, other
+        other = _cut(free, given, gathered)
+        if _is_better(programs, other[1], found):
+            keeping, found = other
     if programs.max_memory is not None:
         found = keeping.within(programs.max_memory, lambda cut: _peak(programs, cut))
     return found
+
+
+def _is_better(programs: Programs, other: HalvedPlan, found: HalvedPlan) -> bool:
+    """Whether another cut takes less time in its second half, and keeps no more than this one, or than the inputs."""
+    ours, theirs = (_each(programs, cut).seconds for cut in (found, other))
+    return other.kept <= max(found.kept, found.taken) and theirs < ours
 
 
 def _check(programs: Programs, inputs: Sequence[int], line: SourceLine) -> None:

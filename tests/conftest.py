@@ -148,7 +148,8 @@ _TOGETHER = {
     **{f"/ranks/test_{name}.py": "jobs" for name in _JOBS}, "/ranks/": "ranks", "/session/": "session",
     "/test_backends.py": "Inductor", "compiled_segments": "Inductor", "/test_example_training.py": "training",
     "/thunder/test_ranks.py": "Thunder on ranks", "/thunder/test_example.py": "Thunder on ranks",
-    "/thunder/test_models.py": "models of Thunder", "/nvfuser/test_propagation.py": "plans of nvFuser",
+    "/thunder/test_collectives.py": "Thunder on ranks", "/thunder/test_models.py": "models of Thunder",
+    "/nvfuser/test_propagation.py": "plans of nvFuser",
 }  # fmt: skip
 
 

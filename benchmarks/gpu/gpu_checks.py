@@ -115,13 +115,14 @@ def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).abs().max() / expected.abs().max())
 
 
-def ranks(device: str = "cuda") -> list[Piece]:
+def ranks(device: str = "cuda", sizes: tuple[int, ...] = ()) -> list[Piece]:
     """The same block on real ranks that share the GPU, over gloo by way of the host."""
-    return [(f"{n} real", lambda n=n: [_on_real_ranks(n, device)]) for n in (2, 4)]
+    return [(f"{n} real", lambda n=n: [_on_real_ranks(n, device, sizes)]) for n in (2, 4)]
 
 
-def _on_real_ranks(count: int, device: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "meshfuse", "run", "--ranks", str(count), str(HERE / "rank_block.py"), device]
+def _on_real_ranks(count: int, device: str, sizes: tuple[int, ...]) -> dict[str, Any]:
+    job = [sys.executable, "-m", "meshfuse", "run", "--ranks", str(count)]
+    command = [*job, str(HERE / "rank_block.py"), device, *map(str, sizes)]
     done = subprocess.run(command, capture_output=True, text=True)
     made = re.search(r"^found (\{.*\})$", done.stdout, re.MULTILINE)
     if done.returncode or made is None:

@@ -1,4 +1,7 @@
-"""The GPT block on a real rank, which run.py starts; rank 0 prints what was found. Its argument is the device."""
+"""The GPT block on a real rank, which run.py starts; rank 0 prints what was found.
+
+Its arguments are the device and, for a block of another size, its batch, length, width and heads.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ from gpu_works import Block
 import meshfuse as mf
 
 
-def main(device: str) -> None:
-    block, world = Block(), mf.World.current()
+def main(device: str, *sizes: str) -> None:
+    batch, length, width, heads = map(int, sizes or (4, 256, 512, 8))
+    block, world = Block(batch, length, width, heads), mf.World.current()
     fd = block.definition(world.size)
     found = check_block(block, world.size, device, lambda inputs: fd(*inputs))
     if world.rank == 0:
@@ -20,4 +24,4 @@ def main(device: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -53,43 +53,51 @@ class _LoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
 
-def write(folder: Path, shards: Mapping[str, Shard], rank: int, together: Together) -> dict[str, tuple[int, int]]:
-    """Write each box once, whichever ranks hold it.
+# By the name of a file its (bytes, CRC-32).
+Sums = dict[str, tuple[int, int]]
 
-    Returns all files, which are on the disk then, with (bytes, CRC-32).
-    """
-    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    writer: Any = None
-    metadata: Any = None
 
+def write(folder: Path, shards: Mapping[str, Shard], rank: int, together: Together) -> Sums:
+    """Write each box once, whichever ranks hold it; returns all files, which are on the disk then."""
+    save = _Save(folder, rank)
     # All that may fail does so within `together`: the other ranks wait for this one.
-    def plan() -> Any:
-        nonlocal writer
-        writer = dcp.FileSystemWriter(folder, sync_files=True)
-        planner.set_up_planner(dict(shards), writer.storage_meta(), is_coordinator=rank == 0)
-        writer.set_up_storage_writer(rank == 0)
-        return writer.prepare_local_plan(planner.create_local_plan())
+    plans = together("planning", lambda: save.plan(shards))
+    written = together("writing", lambda: save.write(plans))
+    index = together("writing the index of files", lambda: save.write_index([results for results, _ in written]))
+    return {name: entry for sums in (*(own for _, own in written), *index) for name, entry in sums.items()}
 
-    planned = together("planning", plan)
 
-    def store() -> Any:
-        nonlocal metadata
-        plans, metadata = planner.create_global_plan(planned)
-        mine = planner.finish_plan(writer.prepare_global_plan(plans)[rank])
-        found = writer.write_data(mine, planner).wait()
-        names = sorted({result.storage_data.relative_path for result in found})
-        return found, {name: sum_of(folder / name) for name in names}
+class _Save:
+    """The steps of torch's on one rank; each takes what all ranks have made in the one before."""
 
-    def finish() -> dict[str, tuple[int, int]]:
-        if rank:
+    def __init__(self, folder: Path, rank: int):
+        self.folder, self.rank = folder, rank
+        self.planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.writer: Any = None
+        self.metadata: Any = None
+
+    def plan(self, shards: Mapping[str, Shard]) -> Any:
+        """What this rank has to write."""
+        self.writer = dcp.FileSystemWriter(self.folder, sync_files=True)
+        self.planner.set_up_planner(dict(shards), self.writer.storage_meta(), is_coordinator=self.rank == 0)
+        self.writer.set_up_storage_writer(self.rank == 0)
+        return self.writer.prepare_local_plan(self.planner.create_local_plan())
+
+    def write(self, plans: list[Any]) -> tuple[Any, Sums]:
+        """Write this rank's share: torch's results, and the files."""
+        agreed, self.metadata = self.planner.create_global_plan(plans)
+        mine = self.planner.finish_plan(self.writer.prepare_global_plan(agreed)[self.rank])
+        results = self.writer.write_data(mine, self.planner).wait()
+        names = sorted({result.storage_data.relative_path for result in results})
+        return results, {name: sum_of(self.folder / name) for name in names}
+
+    def write_index(self, results: list[Any]) -> Sums:
+        """The file that says what is in the others, which rank 0 writes."""
+        if self.rank:
             return {}
-        writer.finish(metadata, [found for found, _ in done])
-        sync_file(folder / _METADATA)
-        return {_METADATA: sum_of(folder / _METADATA)}
-
-    done = together("writing", store)
-    last = together("writing the index of files", finish)
-    return {name: entry for own in (*(own for _, own in done), *last) for name, entry in own.items()}
+        self.writer.finish(self.metadata, results)
+        sync_file(self.folder / _METADATA)
+        return {_METADATA: sum_of(self.folder / _METADATA)}
 
 
 def read(folder: Path, shards: Mapping[str, Shard]) -> None:

@@ -229,17 +229,10 @@ class RankProgram:
             self.world.begin(self, self.ranks, self._numbers(arguments) if self._scalars else "")
             if not self.active:
                 return self._report_finished([None] * len(self.compiled.graph.outputs))
-            # Threads of a process without peers, and functions of ops, may run the program while it is being compiled.
-            if self._due is not None and before >= self._due and self._compiling.acquire(blocking=False):
-                try:
-                    self._compile(arguments, seed, offset)
-                finally:
-                    self._compiling.release()
-            if self._recorder is not self.world.recorder:
-                unwatch(self.bound.scope)
-                self._recorder = self.world.recorder
-            if self._recorder is not None:
-                self._recorder.watch(self.bound.scope, self.program)
+            if self._due is not None and before >= self._due:
+                self._compile_once(arguments, seed, offset)
+            if self._recorder is not None or self.world.recorder is not None:
+                self._watch()
             self._phase = _Phase.RUNNING
             try:
                 out = list(self._run(*arguments, seed, offset))
@@ -251,6 +244,24 @@ class RankProgram:
         finally:
             self.running = False
             torch._C._set_grad_enabled(recording)
+
+    def _compile_once(self, arguments: Sequence[Any], seed: int, offset: int) -> None:
+        """Compile, unless it is being done: threads of a process without peers, and functions of ops, may run the
+        program meanwhile.
+        """
+        if self._compiling.acquire(blocking=False):
+            try:
+                self._compile(arguments, seed, offset)
+            finally:
+                self._compiling.release()
+
+    def _watch(self) -> None:
+        """Let the recorder that the world has now, if any, see what runs."""
+        if self._recorder is not self.world.recorder:
+            unwatch(self.bound.scope)
+            self._recorder = self.world.recorder
+        if self._recorder is not None:
+            self._recorder.watch(self.bound.scope, self.program)
 
     def _numbers(self, arguments: Sequence[Any]) -> str:
         """The scalars of a call as text, which all ranks of the program must have alike."""

@@ -15,6 +15,7 @@ from torch import nn
 from ..backends.assignment import requested
 from ..definition.checks import checked_mesh
 from ..errors import ArgumentError, SourceLine, caller_line, line_in_script, located, shown, user_error
+from ..mesh import DeviceMesh
 from ..report.bill import Bill, bill_of
 from ..report.memory import modelled_memory
 from ..report.shown_page import ShownPage, show_page
@@ -82,7 +83,6 @@ def parallelize(
     experts: axes that the experts of each layer are cut over (`mf.Experts`): rows of tokens then go to them and back.
     context: attention over a sequence whose rows are cut over an axis of the mesh (`mf.Context`).
     loss: for `step`: a function of the model's result and a target; None where the model returns a loss itself.
-
     example: for "auto" the arguments of a step by name, of which shapes and types are read.
 
     Raises DefinitionError for a plan, mesh or names that do not fit the module, ArgumentError for a mesh of other ranks
@@ -96,30 +96,45 @@ def parallelize(
         if isinstance(plan, str) and plan == "auto" and example is not None:
             plan = automatic(module, whole, example=example, inputs=inputs, loss=loss, max_memory=max_memory)
             max_memory = None  # It is what the plan was made for.
+        microbatches = 1
         if isinstance(plan, Plan):
             plan.check_mesh(whole, line)
             inputs, pipeline, checkpoint = completed_by(plan, inputs, pipeline, checkpoint)
-        stages = assignment_of(module, whole, pipeline, plan.microbatches if isinstance(plan, Plan) else 1, loss, line)
-        found, precision = stages.mesh_here(), precision_of(precision, fsdp)
-        names = list(inspect.signature(module.forward).parameters)
-        specs = checked_specs("inputs", inputs, [*names, *([TARGET] if loss is not None else [])], found, line)
-        sizes = checked_specs("dynamic", dynamic, names, found, line)
+            microbatches = plan.microbatches
+        stages = assignment_of(module, whole, pipeline, microbatches, loss, line)
+        here, names = stages.mesh_here(), _argument_names(module)
+        specs = checked_specs("inputs", inputs, [*names, *([TARGET] if loss is not None else [])], here, line)
+        sizes = checked_specs("dynamic", dynamic, names, here, line)
         requested(backend, line)
-        again = recomputed_modules(module, checkpoint, line)
-        attentions = checked_context(context, found, line)
-        options = Options(specs, sizes, precision, backend, max_memory, fallback == "replicate", again, attentions)
-        where = module_plan(module, found, plan, fsdp, specs, line, checked_experts(experts, found, line))
-        device = device_of(module, mesh)
-        check_same_weights(module, World.current().all_ranks, "every rank")
-        elsewhere = take_out(module, stages.held_here())
-        places = Places(where, device, place_mesh_of(whole, mesh, device, stages.axis), line)
-        state = State(where, options, places, place_parameters(module, places), line)
-        state.names, state.parts = names, 1 if places.is_simulated else _tensor_ranks(where)
-        state.tables = list(module.modules()), list(module.parameters())
-        state.stepper = _stepper(module, state, stages, elsewhere, loss)
+        options = Options(
+            specs, sizes, precision_of(precision, fsdp), backend, max_memory, fallback == "replicate",
+            recomputed_modules(module, checkpoint, line), checked_context(context, here, line),
+        )  # fmt: skip
+        where = module_plan(module, here, plan, fsdp, specs, line, checked_experts(experts, here, line))
+        state = _placed(module, options, where, stages, whole, mesh, loss, line)
     object.__setattr__(module, STATE, state)
     module.__class__ = parallel_class(type(module))
     return module
+
+
+def _argument_names(module: nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
+
+
+def _placed(
+    module: nn.Module, options: Options, plan: ModulePlan, stages: Assignment, whole: DeviceMesh, mesh: Any, loss: Any,
+    line: SourceLine,
+) -> State:  # fmt: skip
+    """Put the parameters where the plan has them; `mesh` is `whole` as the user passed it."""
+    device = device_of(module, mesh)
+    check_same_weights(module, World.current().all_ranks, "every rank")
+    elsewhere = take_out(module, stages.held_here())
+    places = Places(plan, device, place_mesh_of(whole, mesh, device, stages.axis), line)
+    state = State(plan, options, places, place_parameters(module, places), line)
+    state.names, state.parts = _argument_names(module), 1 if places.is_simulated else _tensor_ranks(plan)
+    state.tables = list(module.modules()), list(module.parameters())
+    state.stepper = _stepper(module, state, stages, elsewhere, loss)
+    return state
 
 
 def _stepper(module: nn.Module, state: State, assignment: Assignment, elsewhere: Elsewhere, loss: Any) -> Stepper:

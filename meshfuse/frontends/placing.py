@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +33,7 @@ class Place:
     sharding: Sharding
     torch_mesh: Any = None
     placements: tuple[Any, ...] = ()
+    _specs: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     def wrapped(self, local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """A rank's shard as the tensor that a user sees."""
@@ -40,8 +41,10 @@ class Place:
             return local
         from torch.distributed.tensor import DTensor
 
-        spec = _spec(self.torch_mesh, self.placements, tuple(shape), local.dtype)
-        return DTensor(local, spec, requires_grad=False)  # what from_local does, without its checks
+        kind = tuple(shape), local.dtype
+        if kind not in self._specs:
+            self._specs[kind] = _spec(self.torch_mesh, self.placements, *kind)
+        return DTensor(local, self._specs[kind], requires_grad=False)  # what from_local does, without its checks
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a whole tensor; itself where ranks are simulated."""

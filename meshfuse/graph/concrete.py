@@ -55,14 +55,9 @@ def specialize(
     definition without outputs and, at the line of the op, where an op cannot take the sizes that come out.
     """
     recording.check_complete(None)
-    types = _input_types(recording, shapes)
-    calls = _Calls(recording, types, scalars)
-    salts = itertools.accumulate((node.draws for node in recording.nodes), initial=0)
-    nodes = [
-        _concrete_node(calls, number, *pair) for number, pair in enumerate(zip(recording.nodes, salts, strict=False))
-    ]
+    types, annotated = _input_types(recording, shapes), recording.all_annotations
+    nodes = _nodes(recording, types, scalars)
     tensors = tuple([Tensor(i, types[i], made.line) for i, made in enumerate(recording.tensors)])
-    annotated = recording.all_annotations
     nodes = needed(_without_vanished(nodes, {*recording.outputs, *annotated, *recording.overlaps}), recording.outputs)
     producer = {out: node.id for node in nodes for out in node.outputs}
     there = set(producer).union(recording.input_tensors())
@@ -81,6 +76,14 @@ def specialize(
         stationary={i: on_meshes[i].stationary for i in annotations if on_meshes[i].stationary},
         once_in=recording.once_in,
     )  # fmt: skip
+
+
+def _nodes(recording: Recording, types: dict[int, TensorType], scalars: Mapping[int, Any]) -> list[Node]:
+    """A node for each op, in their order; adds the types of their results to `types`."""
+    calls = _Calls(recording, types, scalars)
+    salts = itertools.accumulate((node.draws for node in recording.nodes), initial=0)
+    pairs = enumerate(zip(recording.nodes, salts, strict=False))
+    return [_concrete_node(calls, number, node, salt) for number, (node, salt) in pairs]
 
 
 def _input_types(recording: Recording, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, TensorType]:

@@ -50,7 +50,6 @@ from .instructions import (
 from .overlapped import ChunkLoop
 from .segments import SegmentedDefinition
 
-_WITH_NEIGHBOURS = (StepKind.TRANSFER, StepKind.WINDOW, StepKind.EXCHANGE)
 # By rank the instructions of its program.
 Program = Callable[[int], Sequence[Instruction]]
 Group = tuple[int, ...]

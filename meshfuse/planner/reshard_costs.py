@@ -127,28 +127,40 @@ def reshard_costs(blocks: Sequence[Block], atoms_of: AtomsOf = whole_axes) -> li
     """
     out = [(np.empty((len(sources), len(targets))), np.full((len(sources), len(targets)), GOOD))
            for sources, targets, _ in blocks]  # fmt: skip
-    alike: dict[DeviceMesh, list[tuple[int, tuple[np.ndarray, ...], Block]]] = {}
-    for number, (sources, targets, ttype) in enumerate(blocks):
-        if ttype.rows:  # Nothing but an op that knows them moves rows of experts.
-            pairs = itertools.product(enumerate(sources), enumerate(targets))
-            for (n, source), (m, target) in pairs:
-                out[number][0][n, m] = _NEVER * _apart(source, target)
+    within: dict[DeviceMesh, list[tuple[int, Place, Block]]] = {}
+    for number, block in enumerate(blocks):
+        if block.ttype.rows:
+            out[number][0][:] = _of_experts_rows(block)
             continue
-        for mesh, rows in _by_mesh(sources).items():
-            for other, columns in _by_mesh(targets).items():
-                part, at = (
-                    Block([sources[n] for n in rows], [targets[n] for n in columns], ttype),
-                    np.ix_(rows, columns),
-                )
-                if mesh == other:
-                    alike.setdefault(mesh, []).append((number, at, part))
-                else:
-                    out[number][0][at] = _across(part, atoms_of)
-    for mesh, parts in alike.items():
+        for mesh, other, at, part in _by_meshes(block):
+            if mesh == other:
+                within.setdefault(mesh, []).append((number, at, part))
+            else:
+                out[number][0][at] = _across(part, atoms_of)
+    for mesh, parts in within.items():
         tables = _within([part for *_, part in parts], mesh, atoms_of(mesh))
         for (number, at, _), table in zip(parts, tables, strict=True):
             out[number][0][at], out[number][1][at] = table
     return out
+
+
+def _of_experts_rows(block: Block) -> Costs:
+    """Nothing but an op that knows them moves rows of experts."""
+    found = [_NEVER * _apart(source, target) for source in block.sources for target in block.targets]
+    return np.array(found).reshape(len(block.sources), len(block.targets))
+
+
+# The rows and columns of a block that are a part of it.
+Place = tuple[np.ndarray, ...]
+
+
+def _by_meshes(block: Block) -> Iterator[tuple[DeviceMesh, DeviceMesh, Place, Block]]:
+    """The parts of a block whose sources lie on one mesh, and whose targets on one."""
+    sources, targets, ttype = block
+    for mesh, rows in _by_mesh(sources).items():
+        for other, columns in _by_mesh(targets).items():
+            part = Block([sources[n] for n in rows], [targets[n] for n in columns], ttype)
+            yield mesh, other, np.ix_(rows, columns), part
 
 
 def _by_mesh(shardings: Sequence[Sharding]) -> dict[DeviceMesh, list[int]]:

@@ -77,29 +77,23 @@ class Alternatives:
     def __init__(self, compiled: CompiledProgram):
         self.graph = compiled.planned.graph
         self.default_mesh = compiled.resharded.values[0].sharding.mesh
-        self._found: dict[tuple[int, ...], tuple[Alternative, ...]] = {}
+        self._totals: dict[tuple[tuple[int, ...], Sharding | None], Total] = {}
 
     def best(self, tensors: tuple[int, ...], most: int | None = None) -> Alternative | None:
         """The fastest plan with one of these tensors annotated otherwise; None where none of them can be.
 
-        most: so many plans are made at most.
+        most: so many plans are looked at.
         """
-        each = (other for alike in dict.fromkeys(map(self._alike, tensors)) for other in self._each(alike))
-        found = itertools.islice(each, most) if most is not None else [o for i in tensors for o in self.of(i)]
-        return min(found, key=lambda other: (other.total.seconds, other.total.wire), default=None)
+        each = itertools.chain.from_iterable(map(self._of, dict.fromkeys(map(self._alike, tensors))))
+        seen = itertools.islice(each, most)
+        return min(seen, key=lambda other: (other.total.seconds, other.total.wire), default=None)
 
-    def of(self, tensor: int) -> tuple[Alternative, ...]:
-        """The plans with another annotation of this tensor and of those annotated together with it."""
-        alike = self._alike(tensor)
-        if alike not in self._found:
-            self._found[alike] = tuple(self._each(alike))
-        return self._found[alike]
-
-    def _each(self, alike: tuple[int, ...]) -> Iterator[Alternative]:
-        """The plans with another annotation of these, which are annotated alike, as they are made."""
-        old = self.graph.annotations[alike[0]]
+    def _of(self, alike: tuple[int, ...]) -> Iterator[Alternative]:
+        """The plans with another annotation of these, which are annotated alike; each is made when it is asked for."""
         for new in itertools.islice(self._others(alike[0]), TRIED):
-            yield Alternative(alike, old, new, self._total(alike, new))
+            if (alike, new) not in self._totals:
+                self._totals[alike, new] = self._total(alike, new)
+            yield Alternative(alike, self.graph.annotations[alike[0]], new, self._totals[alike, new])
 
     def _alike(self, tensor: int) -> tuple[int, ...]:
         graph = self.graph

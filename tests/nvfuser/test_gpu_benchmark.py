@@ -70,7 +70,7 @@ def test_the_example_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_block_on_real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over gloo, and without nvFuser's kernels, which refuse a CPU."""
     monkeypatch.setenv("MESHFUSE_BACKEND", "nvfuser")
-    (_, run), *_ = gpu_checks.ranks("cpu")
+    (_, run), *_ = gpu_checks.ranks("cpu", (2, 8, 32, 4))
     (found,) = run()
     assert (found["ranks"], found["how"], found["state"]) == (2, "real", "right"), found
 

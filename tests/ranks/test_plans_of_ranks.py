@@ -11,8 +11,9 @@ from rank_pool import run_bare
 
 pytestmark = pytest.mark.ranks
 
-# Planning takes `seconds`, as if a program were larger; `begins` is called as it begins. Waits end after 1.5 seconds,
-# from here on only: ranks that start late would time out before.
+# Planning takes `seconds`, as if a program were larger; `begins` is called as it begins. It sleeps, as other tests
+# need the cores; one test has `work` that is Python alone, as planning is. Waits end after 1.5 seconds, from here on
+# only: ranks that start late would time out before.
 BEGIN = """
 import os, signal, sys, time
 os.environ["MESHFUSE_CACHE"] = FOLDER
@@ -21,14 +22,14 @@ import meshfuse as mf
 from meshfuse import compiler
 world = mf.World.current()
 rank = world.rank
-real, seconds, begins = compiler.decided, 0.0, lambda: None
+real, seconds, begins, work = compiler.decided, 0.0, lambda: None, lambda: time.sleep(0.01)
 
 def slow(graph, mesh, effort):
     print("plans here", flush=True)
     begins()
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        sum(range(1000))
+        work()
     return real(graph, mesh, effort)
 
 def layer(ranks=range(world.size), op="relu"):
@@ -63,6 +64,8 @@ def test_of_ranks_that_want_a_plan_one_makes_it(tmp_path: Path, cache: str) -> N
     """With a folder of plans, without one, and with one for each rank, as hosts without a common disk have it."""
     where = {"off": "off", "one": str(tmp_path / "plans"), "each": "'"}[cache]
     script = "seconds = 4.0\nassert run(layer()) == 12\nprint('done')"
+    if cache == "off":
+        script = f"work = lambda: sum(range(1000))\n{script}"
     if cache == "each":
         script = f"os.environ['MESHFUSE_CACHE'] = f'{tmp_path}/{{rank}}'\n{script}"
     results = ranks(tmp_path, script, cache="off" if cache == "each" else where)

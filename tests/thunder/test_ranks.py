@@ -60,15 +60,15 @@ def on_rank_train(name: str, data: int, tensor: int, kind: str) -> tuple[float, 
     return max(losses), pair.differ_by(), regions
 
 
-@pytest.mark.parametrize("name", ["mlp", "block", "llama", "gpt"])
+@pytest.mark.parametrize("name", ["mlp", "block", "gpt"])
 def test_two_tensor_ranks(ranks2: Any, name: str) -> None:
     for losses, weights, regions in ranks2.run(on_rank_train, name, 1, 2, "none"):
         assert losses < 1e-5 and weights < 1e-5
         assert regions == [1, 1]
 
 
-# Of each model one kind at least, of each kind one model at least.
-BOTH = [("mlp", "ddp"), ("gpt", "ddp"), ("tied", "ddp"), ("llama", "zero2"), ("gpt", "zero3"), ("tied", "zero2")]
+# Of each kind one model at least; a weight of two names with both ways to keep it. "gpt" has a layer of "llama".
+BOTH = [("mlp", "ddp"), ("tied", "ddp"), ("tied", "zero2"), ("gpt", "zero3")]
 
 
 @pytest.mark.parametrize(("name", "kind"), BOTH)

@@ -82,7 +82,7 @@ class Llama(nn.Module):
 class Gpt(nn.Module):
     """litgpt's kind: an embedding, layers, a norm and a head; its result is the loss."""
 
-    def __init__(self, layers: int = 2, tied: bool = False) -> None:
+    def __init__(self, layers: int = 1, tied: bool = False) -> None:
         super().__init__()
         self.wte = nn.Embedding(VOCABULARY, WIDTH)
         self.h = nn.ModuleList(Llama() for _ in range(layers))
@@ -131,7 +131,8 @@ CASES = {
     "block": Case(Block, {"qkv": "colwise", "out": "rowwise", "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}),
     "llama": Case(Llama, LLAMA_PLAN),
     "gpt": Case(Gpt, GPT_PLAN, tokens=True),
-    "tied": Case(lambda: Gpt(1, tied=True), GPT_PLAN, tokens=True),
+    "layers": Case(lambda: Gpt(2), GPT_PLAN, tokens=True),
+    "tied": Case(lambda: Gpt(tied=True), GPT_PLAN, tokens=True),
 }
 SGD, ADAM = (lambda p: torch.optim.SGD(p, 0.1)), (lambda p: torch.optim.AdamW(p, 0.01))
 
