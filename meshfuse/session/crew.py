@@ -17,7 +17,7 @@ from ..runtime.world import World
 from .errors import WorkerLost
 from .executor import Executor
 from .forkserver import START_LIMIT, ForkServer
-from .links import Arrivals, Link, SocketLink, ThreadLink, place_of
+from .links import Link, SocketLink, ThreadLink, place_of
 from .nodes import Nodes
 from .output import OutputCollector
 from .supervisor import Notices, Supervisor
@@ -71,9 +71,9 @@ class Crew:
 
 def threads(size: int, groups: int, limit: float) -> Crew:
     """Workers that are threads of this process; they meet in a store of its memory."""
-    store, supervisor, arrivals = dist.HashStore(), Supervisor(), Arrivals()
+    store, supervisor = dist.HashStore(), Supervisor()
     specs = [WorkerSpec(worker, size, groups, limit, ("", 0), "", (worker, size)) for worker in range(size)]
-    links = [ThreadLink(_local(spec, store, supervisor), arrivals) for spec in specs]
+    links = [ThreadLink(_local(spec, store, supervisor)) for spec in specs]
     crew = Crew(list(links), supervisor)
     supervisor.watch(links)
     return crew
@@ -145,7 +145,7 @@ def processes(engine: LocalEngine, size: int, groups: int, limit: float) -> Crew
     crew = Crew([], supervisor, [engine.server], [output.close])
     try:
         remote = engine.start(specs[1:], output)
-        crew.links = [ThreadLink(_local(specs[0], store, supervisor), Arrivals()), *remote]
+        crew.links = [ThreadLink(_local(specs[0], store, supervisor)), *remote]
         await_ready(remote)
     except BaseException:
         crew.close(in_order=False)
@@ -168,7 +168,7 @@ def sockets(engine: LocalEngine | None, nodes: Nodes, groups: int, limit: float)
     try:
         remote = engine.start(own[1:], output) if engine else []
         remote += nodes.start(WorkerSpec(0, size, groups, limit, address, "", (0, per_node)))
-        crew.links = [ThreadLink(_local(own[0], store, supervisor), Arrivals()), *remote]
+        crew.links = [ThreadLink(_local(own[0], store, supervisor)), *remote]
         await_ready(remote)
     except BaseException:
         crew.close(in_order=False)

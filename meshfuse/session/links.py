@@ -34,7 +34,6 @@ class Link(Protocol):
 
     def owes_answer(self, number: int) -> bool: ...
     def send(self, frame: Frame, stalled: Callable[[float], None]) -> None: ...
-    def expect(self, number: int) -> None: ...
     def answer(self, number: int, deadline: float) -> Frame: ...
     def release(self, epoch: int, number: int, reason: str) -> None: ...
     def leave(self, epoch: int, reason: str) -> None: ...
@@ -59,68 +58,14 @@ class _Asked:
         return False
 
 
-class Arrivals:
-    """What a controller waits for of all its workers that are threads: the last answer wakes it, and none before."""
-
-    def __init__(self) -> None:
-        self.links: list[ThreadLink] = []
-        self._left, self._is_woken = 0, False
-        self._lock, self._ready = threading.Lock(), threading.Lock()
-        self._ready.acquire()
-
-    def arrived(self) -> None:
-        """One more answer has come."""
-        with self._lock:
-            if self._left:
-                self._left -= 1
-                if not self._left:
-                    self._ready.release()
-
-    def wake(self) -> None:
-        """Let the wait, or the next one, raise Woken."""
-        with self._lock:
-            self._is_woken = True
-            if self._left:
-                self._left = 0
-                self._ready.release()
-
-    def wait(self, deadline: float) -> None:
-        """Wait for what the links await, or for a part of it. Raises Late, or Woken."""
-        with self._lock:
-            self._left = 0 if self._is_woken else sum([link.is_awaited() for link in self.links])
-            is_over = not self._left
-        if not is_over:
-            try:
-                is_late = not self._ready.acquire(timeout=max(0.0, deadline - time.monotonic()))
-            except BaseException:
-                self._end_wait()
-                raise
-            if is_late and not self._end_wait():
-                raise Late
-        with self._lock:
-            is_woken, self._is_woken = self._is_woken, False
-        if is_woken:
-            raise Woken
-
-    def _end_wait(self) -> bool:
-        """Nobody waits any longer; whether the last answer has come meanwhile."""
-        with self._lock:
-            came, self._left = not self._left, 0
-            if came:
-                self._ready.acquire()
-            return came
-
-
 class ThreadLink(_Asked):
     """A worker that is a thread of the controller's process."""
 
-    def __init__(self, executor: Executor, arrivals: Arrivals):
+    def __init__(self, executor: Executor):
         self.worker, self.executor = executor.worker, executor
         self._commands: queue.SimpleQueue[Frame] = queue.SimpleQueue()
-        self._answers: dict[int, Frame] = {}
-        self._awaited = 0  # the number of the command whose answer the controller waits for
-        self._arrivals = arrivals
-        arrivals.links.append(self)
+        self._answers: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
         self.thread = threading.Thread(target=self._run, name=f"meshfuse-worker-{self.worker}", daemon=True)
         self.thread.start()
 
@@ -131,8 +76,7 @@ class ThreadLink(_Asked):
             del frame
             if answer is not None:
                 answer.buffers = copies(answer.buffers)
-                self._answers[answer.number] = answer
-                self._arrivals.arrived()
+                self._answers.put(answer)
                 del answer
         self.executor.leave_world()
         self.executor.registers.clear()
@@ -143,32 +87,22 @@ class ThreadLink(_Asked):
             frame = Frame(frame.kind, frame.epoch, frame.number, frame.payload, copies(frame.buffers), frame.freed)
         self._commands.put(frame)
 
-    def expect(self, number: int) -> None:
-        """An answer to that command will be waited for; 0: to none."""
-        self._awaited = number
-
-    def is_awaited(self) -> bool:
-        """Whether an answer that is waited for has not come."""
-        return self._awaited != 0 and self._awaited not in self._answers
-
     def answer(self, number: int, deadline: float) -> Frame:
         """The answer to that command. Raises Late, or Woken."""
-        self._awaited = number
-        while number not in self._answers:
+        while True:
             try:
-                self._arrivals.wait(deadline)
-            except Late:
-                if number not in self._answers:  # It may be another one that is late.
-                    raise
-        self.asked = self._awaited = 0
-        found = self._answers[number]
-        for earlier in [n for n in list(self._answers) if n <= number]:  # of a wait that was given up, too
-            del self._answers[earlier]
-        return found
+                found = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise Late from None
+            if found is None:
+                raise Woken
+            if found.number == number:
+                self.asked = 0
+                return found
 
     def wake(self) -> None:
         """Let a wait for an answer raise Woken."""
-        self._arrivals.wake()
+        self._answers.put(None)
 
     def release(self, epoch: int, number: int, reason: str) -> None:
         """Call `number` of this epoch failed on another worker."""
@@ -208,9 +142,6 @@ class SocketLink(_Asked):
     def send(self, frame: Frame, stalled: Callable[[float], None]) -> None:
         """Send a command. Raises Closed."""
         self.commands.send(frame, stalled)
-
-    def expect(self, number: int) -> None:
-        """Nothing to do: each of its answers is read when it is asked for."""
 
     def answer(self, number: int, deadline: float) -> Frame:
         """The answer to that command. Raises Closed, Late or Woken."""

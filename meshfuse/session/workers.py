@@ -12,14 +12,13 @@ from .call_log import CallLog
 from .compact import Buffer
 from .crew import Crew
 from .errors import Raised, SessionError, WorkerError, WorkerLost, WorkerTimeout, rebuild
-from .links import Link, Woken
+from .links import Link, SocketLink, Woken
 from .messages import CALL, CALL_AND_SYNC, DONE, FAILED, GET, SETTLE, SYNC
 from .pickling import dumps, loads
 from .progress import Progress
 from .wire import Closed, Frame, Late
 
 _AT_REST = 2.0  # Seconds that workers have, after a timeout, to leave the collectives that they wait in.
-_LAST = 1 << 30  # above all numbers of workers
 _MUTE = "does not answer at all (it is stopped, or its Python does not run)"
 
 
@@ -139,12 +138,9 @@ class Workers:
         deadline, start = time.monotonic() + limit, time.perf_counter()
         answers: list[Any] = [None] * len(links)
         progress = Progress()
-        for link, number in zip(links, numbers, strict=True):
-            link.expect(number)
         try:
-            # The one that was sent its command last first: when it answers, most others have. But threads at the end,
-            # which run while this one waits for processes.
-            for place in sorted(range(len(links)), key=lambda place: links[place].worker or _LAST):
+            # Processes first: threads run while this one waits for them. They were sent the command last to first.
+            for place in sorted(range(len(links)), key=lambda place: not isinstance(links[place], SocketLink)):
                 answers[place] = self._answer(links[place], numbers[place], deadline, progress)
         except Late:
             left = [pair for pair, answer in zip(zip(links, numbers, strict=True), answers, strict=True) if not answer]
@@ -154,8 +150,6 @@ class Workers:
             self._abandon(max(numbers))
             raise
         finally:
-            for link in links:
-                link.expect(0)
             progress.wipe()
             if self.profiling is not None:
                 self.profiling.add("wait", "a wait for workers", max(numbers), start)
