@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..compiler import CompiledProgram
 from ..errors import caller_line, user_error
 from ..executor.dtensor import is_dtensor, settled
 from ..runtime.world import World
@@ -112,15 +113,19 @@ class Runner:
         pairs = zip(results, self._results, strict=True)
         return [r for r, source in pairs if source.place in detached or not differentiable(r.dtype)]
 
-    def placed_result(self, place: int) -> tuple[Sharding, tuple[int, ...]] | None:
-        """How a result lies on the ranks, by its place among the results' leaves, and its global shape."""
+    def program(self) -> CompiledProgram:
+        """The program that ran last: with dynamic sizes one runner has several."""
+        return self.step.forward.fd.latest()
+
+    def placed_result(self, place: int, program: CompiledProgram) -> tuple[Sharding, tuple[int, ...]] | None:
+        """How a result of a program lies on the ranks, by its place among the results' leaves, and its global shape."""
         for i, source in enumerate(self._results):
             if source.place == place:
-                return self.step.results[i], self._shape(i)
+                return self.step.results[i], program.graph.shape(program.graph.outputs[i])
         return None
 
     def _shape(self, place: int) -> tuple[int, ...]:
-        graph = self.step.forward.fd.latest().graph
+        graph = self.program().graph
         return graph.shape(graph.outputs[place])
 
     def _run(self, half: Half, values: list[torch.Tensor], seed: int | None = None) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from . import autograd, nn, optim, rpc
 from .builtin import group_id, num_workers, worker_id
 from .client import Client, connect
 from .dref import DRef
+from .dref import DRef as DPackedFunc  # A DRef to a function can be called.
 from .errors import ConnectionRefused, Released, SessionError, WorkerError, WorkerLost, WorkerTimeout
 from .ray_engine import RaySession
 from .registry import register_global_func
@@ -22,7 +23,7 @@ from .session import ProcessSession, RemoteDefinition, Session, SocketSession, T
 from .torchrun import LaunchedSession
 
 __all__ = [
-    "Client", "ConnectionRefused", "DRef", "LaunchedSession", "ProcessSession", "RaySession", "Released",
+    "Client", "ConnectionRefused", "DPackedFunc", "DRef", "LaunchedSession", "ProcessSession", "RaySession", "Released",
     "RemoteDefinition", "RemoteModule", "RemoteOptimizer", "Session", "SessionError", "SocketSession",
     "ThreadedSession", "WorkerError", "WorkerLost", "WorkerTimeout", "autograd", "connect", "group_id", "nn",
     "num_workers", "optim", "register_func", "register_global_func", "rpc", "worker_id",

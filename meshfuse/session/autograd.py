@@ -26,6 +26,9 @@ from .rpc.rref import DROP
 from .session_autograd import Gradients, SessionContext
 
 _ROOT: Message = (-1, -1)
+_NOBODY = -1  # A rank that is nobody's.
+Grads = Sequence[torch.Tensor | None]
+Due = tuple[Message, Grads]  # a message, and the gradients of its tensors
 Pass = tuple[int, int]  # (rank of the root, its number there)
 
 
@@ -67,7 +70,7 @@ class _State:
     grads: by received message what has been collected so far.
     """
 
-    come: dict[Message, Sequence[torch.Tensor | None]] = field(default_factory=dict)
+    come: dict[Message, Grads] = field(default_factory=dict)
 
     open: dict[Message, int] = field(default_factory=dict)
     grads: dict[Message, list[torch.Tensor | None]] = field(default_factory=dict)
@@ -119,7 +122,7 @@ def backward(
     found.sent[_ROOT] = list(roots)
     with _inside(part, context_id):
         try:
-            _run(context_id, plan, _ROOT, [torch.ones_like(root) for root in roots])
+            _run(context_id, plan, [(_ROOT, [torch.ones_like(root) for root in roots])], _NOBODY)
         finally:
             del found.sent[_ROOT]
 
@@ -172,28 +175,44 @@ def _wrong_root(root: torch.Tensor) -> str:
     return "a root of backward does not have a valid gradient function" if root.grad_fn is None else ""
 
 
-def _run(context_id: int, plan: _Plan, message: Message, grads: Sequence[torch.Tensor | None]) -> None:
-    """The gradients of a message that was sent from here have come: go on from its tensors, if they are the last."""
-    part = calls()
-    found = part.contexts.get(context_id)
+def _run(context_id: int, plan: _Plan, due: list[Due], caller: int) -> list[Due]:
+    """Gradients of messages that were sent from here have come: go on from their tensors.
+
+    What is then due to other workers they are told. What is due to the one who has called this is the result: it goes
+    on from there when it hears so, which takes a message less and no thread.
+    """
+    part, back = calls(), []
+    while due:
+        ready = [found for message, grads in due for found in _pass(context_id, plan, message, grads)]
+        back += [one for one in ready if one[0][0] == caller]
+        told = [one for one in ready if one[0][0] not in (caller, part.me.id)]
+        text = plan.text() if told else b""
+        answers = part.internal_all(
+            [(message[0], _continue, (context_id, text, message, grads, part.me.id)) for message, grads in told]
+        )
+        due = [one for one in ready if one[0][0] == part.me.id != caller]
+        due += [one for answer in answers for one in answer]
+    return back
+
+
+def _pass(context_id: int, plan: _Plan, message: Message, grads: Grads) -> list[Due]:
+    """Run this worker's part from a message, if all of it has come; gradients that are then due."""
+    found = calls().contexts.get(context_id)
     group = [message] if message == _ROOT else plan.group(message)
     with found.lock:
         state: _State = found.passes.setdefault(plan.number, _State())
         state.come[message] = grads
         if not all(other in state.come for other in group):
-            return
+            return []
         pairs = [pair for other in group for pair in zip(found.sent[other], state.come.pop(other), strict=True)]
     _accumulate(found, state, plan, message, [(tensor, grad) for tensor, grad in pairs if grad is not None])
     with found.lock:
         ready = [other for other in plan.edges[message] if _is_last(state, plan, other, len(group))]
-    text = plan.text() if ready else b""
-    part.internal_all(
-        [(other[0], _continue, (context_id, text, other, tuple(state.grads.pop(other)))) for other in ready]
-    )
+        return [(other, tuple(state.grads.pop(other))) for other in ready]
 
 
-def _continue(context_id: int, plan: bytes, message: Message, grads: Sequence[torch.Tensor | None]) -> None:
-    _run(context_id, _Plan(*marshal.loads(plan)), message, grads)
+def _continue(context_id: int, plan: bytes, message: Message, grads: Grads, caller: int) -> tuple[Due, ...]:
+    return tuple(_run(context_id, _Plan(*marshal.loads(plan)), [(message, grads)], caller))
 
 
 def _is_last(state: _State, plan: _Plan, message: Message, parts: int) -> bool:
@@ -252,12 +271,12 @@ def _add(grads: list[torch.Tensor | None], place: int, value: torch.Tensor) -> N
     grads[place] = value if before is None else added(before, value)
 
 
-def _release(context_id: int) -> None:
-    """End a context here, and on the workers that it has reached from here."""
+def _release(context_id: int, by: int = _NOBODY) -> None:
+    """End a context here, and on the workers that it has reached from here; `by` has ended it and told this one."""
     part = calls()
     found = part.contexts.end(context_id)
-    for rank in sorted(found.peers - {part.me.id}) if found is not None else ():
-        part.table.later(DROP, rank, _release, context_id)
+    for rank in sorted(found.peers - {part.me.id, by}) if found is not None else ():
+        part.table.later(DROP, rank, _release, context_id, part.me.id)
 
 
 provide_backward(backward)

@@ -45,17 +45,17 @@ def empty(
 
 
 def fill(number: int, value: Any) -> None:
-    """Put a value into a register; a tensor is copied into the tensor that is there, if its shape fits."""
+    """Put a value into a register; a tensor is copied into the tensor that is there, if it has as many elements."""
     registers = current().registers
     there = registers.get(number)
     if isinstance(there, torch.Tensor) and isinstance(value, torch.Tensor):
-        if there.shape != value.shape:
+        if there.numel() != value.numel():
             raise user_error(
                 "a tensor does not fit the one that it is copied into", f"shape {list(value.shape)}",
-                f"shape {list(there.shape)}", "", cls=ArgumentError,
+                f"shape {list(there.shape)}, or another one of {there.numel()} elements", "", cls=ArgumentError,
             )  # fmt: skip
         with torch.no_grad():
-            there.copy_(value)
+            there.copy_(value.reshape(there.shape))
     else:
         registers[number] = value
 
@@ -90,5 +90,11 @@ def group_id() -> int:
     return current().worker // current().group_size
 
 
-for _function in (worker_id, num_workers, group_id):
+def device() -> torch.device:
+    """Where the calling worker's tensors are by default."""
+    return torch.empty(0).device
+
+
+for _function in (worker_id, num_workers, group_id, device):
     register_global_func(f"runtime.disco.{_function.__name__}", _function)
+register_global_func("runtime.disco.worker_rank", worker_id)

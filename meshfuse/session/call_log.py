@@ -27,19 +27,20 @@ class CallLog:
     """The latest calls."""
 
     def __init__(self) -> None:
-        self._calls: deque[Issued] = deque(maxlen=_REMEMBERED)
+        # In parts: few of them are ever asked for.
+        self._calls: deque[tuple[int, str, SourceLine]] = deque(maxlen=_REMEMBERED)
 
     def add(self, number: int, what: str, line: SourceLine) -> None:
         """Remember a call."""
-        self._calls.append(Issued(number, what, line))
+        self._calls.append((number, what, line))
 
     def find(self, number: int) -> Issued | None:
         """The call of this number, if it is remembered."""
-        return next((call for call in self._calls if call.number == number), None)
+        return next((Issued(*call) for call in self._calls if call[0] == number), None)
 
     def latest(self, number: int) -> str:
         """The latest call up to this number, in words."""
-        issued = next((call for call in reversed(self._calls) if call.number <= number), None)
+        issued = next((Issued(*call) for call in reversed(self._calls) if call[0] <= number), None)
         return "" if issued is None else f" and the calls up to {issued}"
 
     def difference(self, done: Sequence[tuple[int, int]]) -> str | None:

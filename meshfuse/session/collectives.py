@@ -66,7 +66,7 @@ def _broadcast(src: torch.Tensor | None, dst: torch.Tensor | None, in_group: boo
     """Copy the first worker's tensor into `dst` of all, the first included."""
     group = _group(current(), in_group)
     if dst is None:
-        dst = _new_from_first(group, src)
+        dst = torch.empty_like(_tensor(src, "broadcast")) if group.size == 1 else _new_from_first(group, src)
     flat = dst.detach().contiguous()
     if group.index == 0:
         flat.copy_(_fitting(_tensor(src, "broadcast"), dst, "broadcast").view(dst.shape))

@@ -1,4 +1,5 @@
-"""A short form for what most calls consist of: numbers, texts, tensors, registers, functions, and tuples of these.
+"""A short form for what most calls consist of: numbers, texts, tensors, registers, functions, and tuples, lists and
+dicts of these.
 
 It is marshalled, in a tenth of the time that pickle takes with its look-ups. What is none of these is left to pickle.
 A plain value stands for itself; anything else is a tuple that begins with its kind.
@@ -20,7 +21,7 @@ from .functions import is_importable
 
 Buffer = Any
 PLAIN = {int, float, bool, str, bytes, type(None), complex}
-_TUPLE, _TENSOR, _AGAIN, _FUNCTION, _EMPTY_DICT, _OTHER = range(6)
+_TUPLE, _TENSOR, _AGAIN, _FUNCTION, _EMPTY_DICT, _OTHER, _LIST, _DICT = range(8)
 # Up to so many bytes of a tensor stand in the form itself.
 INLINE = 2048
 _MOST_DEPTH = 8
@@ -66,11 +67,16 @@ class NamedFunction:
 
 
 class Writer:
-    """Writes one value. `buffers` are the bytes of large tensors, `tensors` those that require a gradient."""
+    """Writes one value. `buffers` are the bytes of large tensors.
+
+    A tensor, list or dict that comes again is written as the number of its first time, as pickle has it.
+    """
+
+    __slots__ = ("_main_is_shared", "_seen", "_tracked", "buffers")
 
     def __init__(self, main_is_shared: bool, tracked: list[torch.Tensor] | None):
         self.buffers: list[memoryview] = []
-        self._tensors: dict[int, int] = {}
+        self._seen: dict[int, int] = {}
         self._main_is_shared, self._tracked = main_is_shared, tracked
 
     def form(self, value: Any, depth: int = 0) -> Any:
@@ -80,24 +86,34 @@ class Writer:
             return value
         if kind is tuple and depth < _MOST_DEPTH:
             return (_TUPLE, *[item if type(item) in PLAIN else self.form(item, depth + 1) for item in value])
-        if kind is torch.Tensor:
-            return self._tensor(value)
         if kind in _writers:
             code, write = _writers[kind]
             return _OTHER, code, write(value)
+        if kind is torch.Tensor:
+            return self._again(value) or self._tensor(value)
+        if kind is dict and not value:
+            return (_EMPTY_DICT,)
         if kind is types.FunctionType and is_importable(value, self._main_is_shared):
             return _FUNCTION, value.__module__, value.__qualname__
         if kind is NamedFunction:
             return _FUNCTION, value.module, value.name
-        if kind is dict and not value:
-            return (_EMPTY_DICT,)
+        if kind in (list, dict) and depth < _MOST_DEPTH:
+            return self._again(value) or self._container(value, depth)
         raise NotCompact
 
+    def _again(self, value: Any) -> Any:
+        count = len(self._seen)
+        before = self._seen.setdefault(id(value), count)
+        return None if before == count else (_AGAIN, before)
+
+    def _container(self, value: list[Any] | dict[Any, Any], depth: int) -> Any:
+        if isinstance(value, list):
+            return (_LIST, *[self.form(item, depth + 1) for item in value])
+        if not all(type(key) in PLAIN for key in value):
+            raise NotCompact
+        return (_DICT, *value, *[self.form(item, depth + 1) for item in value.values()])
+
     def _tensor(self, tensor: torch.Tensor) -> Any:
-        count = len(self._tensors)
-        before = self._tensors.setdefault(id(tensor), count)
-        if before != count:
-            return _AGAIN, before
         if tensor.layout != torch.strided or not tensor.is_cpu or tensor.is_quantized or tensor.__dict__:
             raise NotCompact
         grad = tensor.requires_grad
@@ -120,9 +136,11 @@ class Writer:
 class Reader:
     """Reads one value. `tensor` finishes each tensor, told whether it requires a gradient."""
 
+    __slots__ = ("_buffers", "_finish", "_seen")
+
     def __init__(self, buffers: Sequence[Buffer], tensor: Callable[[torch.Tensor, bool], torch.Tensor]):
         self._buffers, self._finish = buffers, tensor
-        self._tensors: list[torch.Tensor] = []
+        self._seen: list[Any] = []
 
     def value(self, form: Any) -> Any:
         """The value of a short form."""
@@ -136,8 +154,20 @@ class Reader:
         if kind == _TENSOR:
             return self._tensor(*form[1:])
         if kind == _AGAIN:
-            return self._tensors[form[1]]
+            return self._seen[form[1]]
+        if kind in (_LIST, _DICT):
+            return self._container(kind, form[1:])
         return {} if kind == _EMPTY_DICT else named(form[1], form[2])
+
+    def _container(self, kind: int, items: Sequence[Any]) -> Any:
+        made: Any = [] if kind == _LIST else {}
+        self._seen.append(made)  # before what is in it, as it was written
+        if kind == _LIST:
+            made.extend([self.value(item) for item in items])
+        else:
+            count = len(items) // 2
+            made.update(zip(items[:count], [self.value(item) for item in items[count:]], strict=True))
+        return made
 
     def _tensor(
         self, raw: Any, code: int, shape: tuple[int, ...], grad: bool, strides: tuple[int, ...] | None = None
@@ -149,8 +179,9 @@ class Reader:
         else:
             made = torch.empty(shape, dtype=DTYPES[code])
             ctypes.memmove(made.data_ptr(), raw, len(raw))
-        self._tensors.append(self._finish(made, grad) if grad else made)
-        return self._tensors[-1]
+        made = self._finish(made, grad) if grad else made
+        self._seen.append(made)
+        return made
 
 
 def laid_out(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:

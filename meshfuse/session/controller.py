@@ -62,7 +62,7 @@ class Controller:
             raise user_error("a session's timeout", shown(timeout), "seconds above 0", "", line, ArgumentError)
         self.timeout, self.generation = float(timeout), 0
         self._lock = threading.RLock()
-        self._registers = itertools.count(1)
+        self._numbers = itertools.count(1)  # of registers
         self._freed: deque[int] = deque()
         self.autograd_context: Any = None
         self._setup: list[tuple[Any, tuple[Any, ...]]] = []
@@ -119,7 +119,7 @@ class Controller:
     ) -> DRef:
         with self._lock:
             self.check_open()
-            ref = DRef(self, next(self._registers), what, placed)
+            ref = DRef(self, next(self._numbers), what, placed)
             payload, buffers = self._dumps((function, args, kwargs, ref.number))
             if only is None:
                 self._workers.call(what, payload, buffers, self._take_freed())
@@ -127,11 +127,15 @@ class Controller:
                 self._workers.call_one(only, what, payload, buffers)
             return ref
 
+    def registers(self, count: int, what: str) -> list[DRef]:
+        """So many registers, which a call that is told their numbers fills."""
+        return [DRef(self, next(self._numbers), what) for _ in range(count)]
+
     def call_each(self, function: Any, args: Sequence[tuple[Any, ...]], what: str, placed: Any = None) -> DRef:
         """Call a function with other arguments on each worker."""
         with self._lock:
             self.check_open()
-            ref = DRef(self, next(self._registers), what, placed)
+            ref = DRef(self, next(self._numbers), what, placed)
             own = [self._dumps((function, mine, {}, ref.number)) for mine in args]
             self._workers.call_each(what, own, self._take_freed())
             return ref
@@ -171,6 +175,10 @@ class Controller:
     def sync_worker_0(self) -> None:
         """Wait until worker 0 has done all calls. Raises WorkerError with what a call raised on any worker."""
         self.sync([0])
+
+    def _sync_worker(self, worker_id: int) -> None:
+        """The same of another worker, by Disco's name."""
+        self.sync([worker_id])
 
     def sync(self, workers: Sequence[int] | None = None) -> None:
         """Wait until all workers, or these, have done all calls. Raises WorkerError with what a call raised."""

@@ -72,10 +72,8 @@ class Crew:
 def threads(size: int, groups: int, limit: float) -> Crew:
     """Workers that are threads of this process; they meet in a store of its memory."""
     store, supervisor = dist.HashStore(), Supervisor()
-    links = [
-        ThreadLink(_local(WorkerSpec(worker, size, groups, limit, ("", 0), "", (worker, size)), store, supervisor))
-        for worker in range(size)
-    ]
+    specs = [WorkerSpec(worker, size, groups, limit, ("", 0), "", (worker, size)) for worker in range(size)]
+    links = [ThreadLink(_local(spec, store, supervisor)) for spec in specs]
     crew = Crew(list(links), supervisor)
     supervisor.watch(links)
     return crew
@@ -109,7 +107,7 @@ class LocalEngine:
         self.server = ForkServer()
 
     def start(
-        self, specs: Sequence[WorkerSpec], output: OutputCollector, wake: int
+        self, specs: Sequence[WorkerSpec], output: OutputCollector
     ) -> list[SocketLink]:  # fmt: skip
         """Start these workers, whose links are of socket pairs: nobody else can connect."""
         links = []
@@ -124,7 +122,7 @@ class LocalEngine:
                 for _, its in pairs:
                     its.close()
             (commands, _), (control, _) = pairs
-            links.append(SocketLink(spec.worker, Connection(commands), Connection(control), wake))
+            links.append(SocketLink(spec.worker, Connection(commands), Connection(control)))
         return links
 
 
@@ -146,7 +144,7 @@ def processes(engine: LocalEngine, size: int, groups: int, limit: float) -> Crew
     specs = [WorkerSpec(worker, size, groups, limit, address, "", (worker, size)) for worker in range(size)]
     crew = Crew([], supervisor, [engine.server], [output.close])
     try:
-        remote = engine.start(specs[1:], output, supervisor.wake_read)
+        remote = engine.start(specs[1:], output)
         crew.links = [ThreadLink(_local(specs[0], store, supervisor)), *remote]
         await_ready(remote)
     except BaseException:
@@ -168,8 +166,8 @@ def sockets(engine: LocalEngine | None, nodes: Nodes, groups: int, limit: float)
     ]
     crew = Crew([], supervisor, [*([engine.server] if engine else []), *nodes.nodes], [output.close])
     try:
-        remote = engine.start(own[1:], output, supervisor.wake_read) if engine else []
-        remote += nodes.start(WorkerSpec(0, size, groups, limit, address, "", (0, per_node)), supervisor.wake_read)
+        remote = engine.start(own[1:], output) if engine else []
+        remote += nodes.start(WorkerSpec(0, size, groups, limit, address, "", (0, per_node)))
         crew.links = [ThreadLink(_local(own[0], store, supervisor)), *remote]
         await_ready(remote)
     except BaseException:

@@ -30,14 +30,6 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class ResultOf:
-    """An argument that is a result of a model: on the controller a DRef to what that returned."""
-
-    outputs: Any
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
 class ModuleFacts:
     """What a controller knows of a model: its class, its parameters in all, the names of its forward's arguments."""
 

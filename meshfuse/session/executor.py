@@ -193,7 +193,10 @@ def _readable(value: Any) -> Any:
     """A value as other processes can read it: of DTensors this worker's shards."""
     if type(value) in (torch.Tensor, int, float, str):
         return value
-    return pytree.tree_map_only(torch.Tensor, _own_part, value)
+    leaves, tree = pytree.tree_flatten(value)
+    if not any(map(is_dtensor, leaves)):
+        return value  # A tree that is put together again may have other classes: torch.Size becomes a tuple.
+    return pytree.tree_unflatten([_own_part(leaf) for leaf in leaves], tree)
 
 
 def _own_part(tensor: Any) -> torch.Tensor:

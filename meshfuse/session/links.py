@@ -16,7 +16,9 @@ from .errors import SessionError
 from .executor import Executor
 from .messages import CANCEL, LEAVE, RELEASE, STOP, WHERE
 from .pickling import copies
-from .wire import Closed, Connection, Frame, Late, Waiter
+from .wire import Closed, Connection, Frame, Late
+
+_LOOK = 0.05  # Seconds between two looks of a wait whether something has happened to another worker.
 
 
 class Woken(Exception):
@@ -132,9 +134,9 @@ class ThreadLink(_Asked):
 class SocketLink(_Asked):
     """A worker that is another process: a connection for its commands, and one that is read however busy it is."""
 
-    def __init__(self, worker: int, commands: Connection, control: Connection, wake: int):
+    def __init__(self, worker: int, commands: Connection, control: Connection):
         self.worker, self.commands, self.control = worker, commands, control
-        self._waiter = Waiter(commands, wake)
+        self._is_woken = False
         self._place, self._placed = "", threading.Event()
 
     def send(self, frame: Frame, stalled: Callable[[float], None]) -> None:
@@ -144,17 +146,22 @@ class SocketLink(_Asked):
     def answer(self, number: int, deadline: float) -> Frame:
         """The answer to that command. Raises Closed, Late or Woken."""
         while True:
-            found = self.commands.receive_now()
-            if found is None:
-                if not self._waiter.wait(deadline):
-                    raise Woken
-                found = self.commands.receive()
+            try:
+                found = self.commands.receive_within(min(_LOOK, deadline - time.monotonic()))
+            except Late:
+                if self._is_woken:
+                    self._is_woken = False
+                    raise Woken from None
+                if time.monotonic() >= deadline:
+                    raise
+                continue
             if found.number == number:
                 self.asked = 0
                 return found
 
     def wake(self) -> None:
-        """Nothing to do: all of these waits look at the same file."""
+        """Let a wait for an answer raise Woken when it looks next."""
+        self._is_woken = True
 
     def release(self, epoch: int, number: int, reason: str) -> None:
         """Call `number` of this epoch failed on another worker."""

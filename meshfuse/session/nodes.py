@@ -135,7 +135,7 @@ class Nodes:
             log.warning("closed a connection of %s: needed a host with %d workers", greeting, self.per_node)
         connection.close()
 
-    def start(self, like: WorkerSpec, wake: int) -> list[SocketLink]:
+    def start(self, like: WorkerSpec) -> list[SocketLink]:
         """Start the workers of all other hosts: their links, in order."""
         wanted = {}
         for index, node in enumerate(self.nodes, 1):
@@ -150,7 +150,7 @@ class Nodes:
             wanted |= {(role, worker): None for worker in numbers for role in (COMMANDS, CONTROL)}
         found = self._collect(set(wanted))
         workers = sorted({worker for _, worker in wanted})
-        return [SocketLink(worker, found[COMMANDS, worker], found[CONTROL, worker], wake) for worker in workers]
+        return [SocketLink(worker, found[COMMANDS, worker], found[CONTROL, worker]) for worker in workers]
 
     def _collect(self, wanted: set[tuple[str, int]]) -> dict[tuple[str, int], Connection]:
         found: dict[tuple[str, int], Connection] = {}

@@ -122,7 +122,9 @@ def _finished(made: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     """A tensor that has been read: one that requires a gradient is collected where somebody asks."""
     if _tracking.received is not None and requires_grad:
         _tracking.received.append(made.requires_grad_())
-        return _Received.apply(made)
+        # No view: what is read may be changed in place. To copy what is small is quicker than a function in Python.
+        is_small = made.layout == torch.strided and made.nbytes <= INLINE
+        return made.clone() if is_small else _Received.apply(made)
     return made.requires_grad_(requires_grad)
 
 

@@ -7,6 +7,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +21,28 @@ from ..sharding.data import shard
 from ..sharding.value import Sharding
 from .compact import NamedFunction
 from .controller import Controller
-from .distributed import ModuleFacts, Placed, ResultOf
+from .distributed import ModuleFacts, Placed
 from .dref import DRef
 from .errors import SessionError
 
 # What models need on workers, and not here: capturing takes torch's compiler. It is loaded with the first model.
 _WORKERS = "meshfuse.session.worker_module"
 _on_workers = functools.partial(NamedFunction, _WORKERS)
+
+
+# (place among the leaves, name, how it lies): a Placed, the shape of what is cut, or a model's outputs and the place
+# among them.
+Told = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of calls of one form: names of arguments; of results the places of tensors, tree and its text."""
+
+    names: Sequence[str]
+    places: Sequence[int]
+    spec: pytree.TreeSpec
+    text: str
 
 
 class RemoteModule:
@@ -41,7 +57,7 @@ class RemoteModule:
         self, session: Controller, made: DRef, facts: ModuleFacts, mesh: DeviceMesh, inputs: Mapping[str, Any]
     ):  # fmt: skip
         self._session, self._made, self._facts, self._mesh, self._inputs = session, made, facts, mesh, inputs
-        self._trees: dict[Any, tuple[list[bool], pytree.TreeSpec, str]] = {}
+        self._known: dict[Any, _Known] = {}
         self.training = True
 
     def __repr__(self) -> str:
@@ -51,52 +67,75 @@ class RemoteModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward on all workers."""
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        names = names_of_leaves(self._facts.names, args, kwargs)
-        records = torch.is_grad_enabled()
-        placed = {i: where for i, (name, leaf) in enumerate(zip(names, leaves, strict=True))
-                  if (where := self._where(name, leaf)) is not None}  # fmt: skip
-        outputs = self._run(leaves, tree, names, placed, records)
-        key = (tree, tuple(map(_key, leaves)), records, self.training)
-        if key not in self._trees:
-            form, text = self._session.fetch(self._session.call(_on_workers("form_of"), outputs), 0)
-            self._trees[key] = (*pytree.tree_flatten(form), text)
-        tensors, spec, text = self._trees[key]
-        return pytree.tree_unflatten(
-            [self._leaf(outputs, i, text) if is_tensor else None for i, is_tensor in enumerate(tensors)], spec
-        )
+        key = (tree, tuple(map(_key, leaves)), torch.is_grad_enabled(), self.training)
+        known = self._known.get(key)
+        names = known.names if known is not None else names_of_leaves(self._facts.names, args, kwargs)
+        placed = self._placed(names, leaves)
+        if known is None:
+            outputs = self._run(leaves, tree, placed, (), "")
+            known = self._known[key] = self._learn(names, outputs)
+            refs = [self._session.call(_on_workers("leaf_of"), outputs, place) for place in known.places]
+        else:
+            refs = self._session.registers(len(known.places), "a result of a model")
+            into = tuple([(place, ref.number) for place, ref in zip(known.places, refs, strict=True)])
+            outputs = self._run(leaves, tree, placed, into, known.text)
+        return self._results(known, outputs, refs)
+
+    def _learn(self, names: Sequence[str], outputs: DRef) -> _Known:
+        """What a first call has returned. Waits."""
+        form, text = self._session.fetch(self._session.call(_on_workers("form_of"), outputs), 0)
+        are_tensors, spec = pytree.tree_flatten(form)
+        return _Known(names, [place for place, is_tensor in enumerate(are_tensors) if is_tensor], spec, text)
+
+    def _results(self, known: _Known, outputs: DRef, refs: Sequence[DRef]) -> Any:
+        leaves: list[Any] = [None] * known.spec.num_leaves
+        for place, ref in zip(known.places, refs, strict=True):
+            ref.placed = _ResultPlace(self._session, outputs, place)
+            leaves[place] = ref
+        return pytree.tree_unflatten(leaves, known.spec)
 
     def _call(self, function: Any, *args: Any) -> DRef:
         """Call a function of this package with the model."""
         hold(self._session)
         return self._session.call(function, self._made, *args)
 
-    def _where(self, name: str, leaf: Any) -> Any:
+    def _placed(self, names: Sequence[str], leaves: Sequence[Any]) -> tuple[Told, ...]:
+        """How arguments lie on the workers, of those that have a place there: what `worker_module.run` takes."""
+        placed = []
+        for i, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+            where = self._where(name, leaf)
+            if where:
+                placed.append((i, name, *where))
+        return tuple(placed)
+
+    def _where(self, name: str, leaf: Any) -> tuple[Any, ...]:
         """How an argument lies on the workers: as it was distributed, as a model made it, or as `inputs` says."""
         if isinstance(leaf, DRef):
             if isinstance(leaf.placed, _ResultPlace):
-                return ResultOf(leaf.placed.outputs, leaf.placed.index)
+                return leaf.placed.outputs, leaf.placed.index
             placed = leaf.placed if isinstance(leaf.placed, Placed) else None
             if placed is not None and placed.sharding.mesh.grid != self._mesh.grid:
                 raise user_error(
                     f"argument {name}", f"a tensor distributed over {placed.sharding.mesh}",
                     f"one over the model's mesh, {self._mesh}", "", caller_line(), ArgumentError,
                 )  # fmt: skip
-            return placed
+            return () if placed is None else (placed,)
         is_cut = isinstance(leaf, torch.Tensor) and name in self._inputs
-        return tuple(leaf.shape) if is_cut else None
+        return (tuple(leaf.shape),) if is_cut else ()
 
     def _run(
-        self, leaves: list[Any], tree: pytree.TreeSpec, names: Sequence[str], placed: Mapping[int, Any], records: bool
-    ) -> DRef:
-        cut = {i: self._sharding(names[i], shape) for i, shape in placed.items() if isinstance(shape, tuple)}
+        self, leaves: Sequence[Any], tree: pytree.TreeSpec, placed: tuple[Told, ...], into: Any, text: str
+    ) -> DRef:  # fmt: skip
+        """Run it; the results at some places into these registers. text: the tree that they must have then."""
+        told = (placed, torch.is_grad_enabled(), into, text)
+        cut = {i: self._sharding(name, where[0]) for i, name, *where in placed if isinstance(where[0], tuple)}
         if not cut or self._session.num_workers == 1:
-            args, kwargs = pytree.tree_unflatten(leaves, tree)
-            return self._call(_on_workers("run"), args, kwargs, dict(placed), records)
+            return self._call(_on_workers("run"), *pytree.tree_unflatten(leaves, tree), *told)
         hold(self._session)
         calls = []
         for worker in range(self._session.num_workers):
             own = [shard(leaf, cut[i], worker) if i in cut else leaf for i, leaf in enumerate(leaves)]
-            calls.append((self._made, *pytree.tree_unflatten(own, tree), dict(placed), records))
+            calls.append((self._made, *pytree.tree_unflatten(own, tree), *told))
         return self._session.call_each(_on_workers("run"), calls, self._facts.kind)
 
     def _sharding(self, name: str, shape: tuple[int, ...]) -> Sharding:
@@ -106,11 +145,6 @@ class RemoteModule:
                              caller_line(), ArgumentError)  # fmt: skip
         layouts = layouts_of_spec(name, self._mesh, spec, len(shape), caller_line())
         return Sharding.make(self._mesh, layouts, shape).placement(shape)
-
-    def _leaf(self, outputs: DRef, index: int, tree: str) -> DRef:
-        ref = self._session.call(_on_workers("leaf_of"), outputs, index, tree)
-        ref.placed = _ResultPlace(self._session, outputs, index)
-        return ref
 
     # The model as a whole
 

@@ -76,13 +76,11 @@ class Session(Controller):
         """Copy worker 0's tensor into a tensor, or array of numpy, of this process. Waits for all calls before."""
         host_array = _as_tensor(host_array, "copy_from_worker_0")
         found = remote_array.debug_get_from_remote(0)
-        if not isinstance(found, torch.Tensor) or found.shape != host_array.shape:
-            raise user_error(
-                "copy_from_worker_0", _described(found), f"a tensor of shape {list(host_array.shape)} on worker 0", "",
-                caller_line(), ArgumentError,
-            )  # fmt: skip
+        if not isinstance(found, torch.Tensor) or found.numel() != host_array.numel():
+            needed = f"a tensor of shape {list(host_array.shape)} on worker 0, or of as many elements"
+            raise user_error("copy_from_worker_0", _described(found), needed, "", caller_line(), ArgumentError)
         with torch.no_grad():
-            host_array.copy_(found)
+            host_array.copy_(found.reshape(host_array.shape))
 
     def empty(
         self, shape: Sequence[int], dtype: Any = "float32", device: Any = None, worker0_only: bool = False,
@@ -129,18 +127,33 @@ class Session(Controller):
         """Put the workers' tensors, of any sizes, behind each other into `dst` of the first worker."""
         return self._call(collectives.gather, (src, dst, in_group), {}, "gather_to_worker0")
 
-    def broadcast(self, array: torch.Tensor, dst: DRef | None = None, in_group: bool = True) -> DRef:
+    def broadcast(self, array: torch.Tensor | np.ndarray, dst: DRef | None = None, in_group: bool = True) -> DRef:
         """Copy a tensor of this process to all workers, by way of worker 0 (the first of each group)."""
         return self.broadcast_from_worker0(self._on_firsts(array, "broadcast", in_group), dst, in_group)
 
-    def scatter(self, array: torch.Tensor, dst: DRef, in_group: bool = True) -> DRef:
-        """Cut a tensor of this process into the workers' `dst`, by way of worker 0 (the first of each group)."""
+    def scatter(self, array: torch.Tensor | np.ndarray, dst: DRef | None = None, in_group: bool = True) -> DRef:
+        """Cut a tensor of this process into the workers' `dst`, by way of worker 0 (the first of each group).
+
+        Without `dst` each gets one of its rows: dim 0 has as many as there are workers.
+        """
+        array = _as_tensor(array, "scatter")
+        dst = self._rows_of(array, self._members(in_group)) if dst is None else dst
         return self.scatter_from_worker0(self._on_firsts(array, "scatter", in_group), dst, in_group)
 
-    def _on_firsts(self, array: torch.Tensor, what: str, in_group: bool) -> DRef:
+    def _rows_of(self, array: torch.Tensor, members: int) -> DRef:
+        """On each worker a tensor for one of the rows. Raises ArgumentError where these are not one for each."""
+        if not array.ndim or array.shape[0] != members:
+            raise user_error("scatter without dst", _described(array), f"{members} rows, one for each worker",
+                             "Pass dst.", caller_line(), ArgumentError)  # fmt: skip
+        return self.empty(array.shape[1:], array.dtype, array.device)
+
+    def _members(self, in_group: bool) -> int:
+        """How many workers a collective is of."""
+        return self.num_workers // self.num_groups if in_group else self.num_workers
+
+    def _on_firsts(self, array: torch.Tensor | np.ndarray, what: str, in_group: bool) -> DRef:
         """A tensor on worker 0; if `in_group` on the first worker of each group."""
-        array = _as_tensor(array, what)
-        size = self.num_workers // self.num_groups if in_group else self.num_workers
+        array, size = _as_tensor(array, what), self._members(in_group)
         return self.call_each(
             builtin.constant, [(array if worker % size == 0 else None,) for worker in range(self.num_workers)], what
         )

@@ -37,8 +37,6 @@ class Supervisor:
         self.first: tuple[int, int] | None = None
         self.closing = False
         self._lock, self._losing = threading.Lock(), threading.Lock()
-        self.wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self.wake_read, False)
         self._end_read, self._end_write = os.pipe()
         self._thread: threading.Thread | None = None
         self.last_beat: dict[int, float] = {}
@@ -75,19 +73,11 @@ class Supervisor:
         """Begin a new epoch: what failed has been told."""
         with self._lock:
             self.epoch, self.first = self.epoch + 1, None
-        self.clear_wake()
         return self.epoch
-
-    def clear_wake(self) -> None:
-        """What woke a wait has been looked at."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.wake_read, 4096)
 
     def _wake(self) -> None:
         for link in self.links:
             link.wake()
-        with contextlib.suppress(OSError):
-            os.write(self._wake_write, b"!")
 
     def _run(self, links: Sequence[SocketLink]) -> None:
         poll = select.poll()
@@ -155,6 +145,6 @@ class Supervisor:
             os.write(self._end_write, b".")
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2.0)
-        for fd in (self.wake_read, self._wake_write, self._end_read, self._end_write):
+        for fd in (self._end_read, self._end_write):
             with contextlib.suppress(OSError):
                 os.close(fd)

@@ -21,6 +21,9 @@ from .errors import Released
 from .executor import Executor, current
 
 _REASON = 1.0  # Seconds that the controller has to say why a connection between workers broke.
+# Seconds in which gloo's threads drop what a collective of a backward pass took along. For that they need the
+# interpreter's lock, and the end of their group, which has it, waits for them: torch would hang.
+_LET_GO = 0.05
 # The worker of this process whose session has the group.
 _owner: list[Executor] = []
 _changing = threading.Lock()
@@ -72,6 +75,7 @@ def _leave(worker: Executor) -> None:
             # Connections end with the last reference to their group, and peers that wait notice that.
             for mesh in list(_meshes.values()):
                 mesh._pg_registry.clear()
+            time.sleep(_LET_GO)
             dist.destroy_process_group()
             World.default_group_is_a_threads = False
 

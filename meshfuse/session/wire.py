@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import array
 import contextlib
-import functools
 import marshal
 import os
-import select
 import socket
 import struct
 import threading
@@ -33,7 +31,8 @@ _HEADER = struct.Struct("!2sBIQIQ")
 _MAGIC = b"MF"
 # Bounds of a frame's parts, in bytes, and of all its buffers together. They stop nonsense, not large models.
 MOST_EXTRAS, MOST_PAYLOAD, MOST_BUFFERS = 1 << 26, 1 << 32, 1 << 42
-_CHUNK, _FDS = 1 << 16, socket.CMSG_SPACE(4 * 4)
+_CHUNK, _FDS = 1 << 14, socket.CMSG_SPACE(4 * 4)
+_ENDED = "the peer has closed the connection"
 _STALL = 0.5  # Seconds after which a send that does not move asks whether it should go on.
 
 
@@ -79,6 +78,7 @@ class Connection:
         self._writer = SegmentWriter() if self._unix and is_available() else None
         self._reader = SegmentReader()
         self._pending, self._fds = b"", array.array("i")
+        self._patient_for = 0.0  # Seconds that reads wait; 0 for as long as it takes.
         self._sending = threading.Lock()
         self._closing = threading.Lock()
 
@@ -91,21 +91,20 @@ class Connection:
 
         A send that `stalled` ends leaves half a frame behind: the connection cannot be used any more.
         """
-        with self._sending:
-            if frame.buffers or self._reader.released or len(frame.payload) >= _CHUNK:
+        if frame.buffers or len(frame.payload) >= _CHUNK or self._reader.released:
+            with self._sending:
                 self._send(frame, stalled)
-            else:
-                self._send_small(frame.written or _write_small(frame), stalled)
-
-    def _send_small(self, data: bytes, stalled: Callable[[float], None]) -> None:
-        try:
-            sent = self.sock.send(data)
-        except BlockingIOError:  # after SO_SNDTIMEO
-            sent = 0
-        except OSError as error:
-            raise Closed(str(error)) from None
-        if sent < len(data):
-            self._write_rest([data], sent, stalled)
+            return
+        data = frame.written or _write_small(frame)
+        with self._sending:
+            try:
+                sent = self.sock.send(data)
+            except BlockingIOError:  # after SO_SNDTIMEO
+                sent = 0
+            except OSError as error:
+                raise Closed(str(error)) from None
+            if sent < len(data):
+                self._write_rest([data], sent, stalled)
 
     def _send(self, frame: Frame, stalled: Callable[[float], None]) -> None:
         buffers, payload, fd, extras = frame.buffers, frame.payload, None, b""
@@ -152,24 +151,35 @@ class Connection:
 
     def receive(self) -> Frame:
         """The next frame. Raises Closed at the end of the connection, BadFrame for what is none."""
-        data = self._pending or self._read(self._more)
-        while len(data) < _HEADER.size:
-            data += self._read(self._more)
+        data = self._pending
+        if len(data) < _HEADER.size:
+            data = self._filled(data, _HEADER.size)
         magic, kind, epoch, number, extras_size, size = _HEADER.unpack_from(data)
         if magic != _MAGIC or extras_size > MOST_EXTRAS or size > MOST_PAYLOAD:
             self.close()
             raise BadFrame(f"no frame: it begins with {bytes(data[:16])!r}")
         start = _HEADER.size + extras_size
         end = start + size
-        while len(data) < end:
-            data += self._read(functools.partial(self._more, end - len(data)))
-        self._pending, payload = data[end:], data[start:end]
+        if len(data) < end:
+            data = self._filled(data, end)
+        self._pending = data[end:]
+        payload = data[start:end]
         if not extras_size:
             return Frame(kind, epoch, number, payload)
         freed, released, sizes, segment = marshal.loads(data[_HEADER.size : start])
         if released and self._writer is not None:
             self._writer.give_back(released)
         return Frame(kind, epoch, number, payload, self._buffers(sizes, segment) if sizes else (), freed)
+
+    def _filled(self, data: bytes, size: int) -> bytes:
+        """These bytes and those that come next, so many at least."""
+        while len(data) < size:
+            try:
+                data += self._more(size - len(data))
+            except BlockingIOError:  # after SO_RCVTIMEO
+                if not data:
+                    raise
+        return data
 
     def _buffers(self, sizes: Sequence[int], segment: Sequence[Any]) -> list[Buffer]:
         if sum(sizes) > MOST_BUFFERS:
@@ -187,33 +197,50 @@ class Connection:
         view[:have] = self._pending[:have]
         self._pending = self._pending[have:]
         while have < view.nbytes:
-            have += self._read(lambda rest=view[have:]: self.sock.recv_into(rest))
+            try:
+                got = self.sock.recv_into(view[have:])
+            except BlockingIOError:  # after SO_RCVTIMEO
+                continue
+            except OSError as error:
+                raise Closed(str(error)) from None
+            if not got:
+                raise Closed(_ENDED)
+            have += got
         return view
 
-    def _read(self, action: Callable[[], Any]) -> Any:
+    def receive_within(self, seconds: float) -> Frame:
+        """The next frame. Raises Late where none begins in so many seconds."""
+        if not self._pending:
+            try:
+                self._pending = self._more(flags=self._patience(seconds))
+            except BlockingIOError:
+                raise Late from None
+        return self.receive()
+
+    def _patience(self, seconds: float) -> int:
+        """Let reads wait so long; flags for one that does not wait at all."""
+        if seconds <= 0:
+            return socket.MSG_DONTWAIT
+        if seconds != self._patient_for:
+            limit = struct.pack("ll", int(seconds), max(1, int(seconds % 1 * 1e6)))
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            self._patient_for = seconds
+        return 0
+
+    def _more(self, size: int = 0, flags: int = 0) -> bytes:
+        """What has come, or comes next. Raises Closed."""
+        size, ancillary = size if size > _CHUNK else _CHUNK, ()
         try:
-            data = action()
+            if self._unix:
+                data, ancillary, _, _ = self.sock.recvmsg(size, _FDS, flags)
+            else:
+                data = self.sock.recv(size, flags)
         except BlockingIOError:
             raise
         except OSError as error:
             raise Closed(str(error)) from None
         if not data:
-            raise Closed("the peer has closed the connection")
-        return data
-
-    def receive_now(self) -> Frame | None:
-        """The next frame, if its beginning has come."""
-        if not self._pending:
-            try:
-                self._pending = self._read(lambda: self._more(flags=socket.MSG_DONTWAIT))
-            except BlockingIOError:
-                return None
-        return self.receive()
-
-    def _more(self, size: int = 0, flags: int = 0) -> bytes:
-        if not self._unix:
-            return self.sock.recv(max(_CHUNK, size), flags)
-        data, ancillary, _, _ = self.sock.recvmsg(max(_CHUNK, size), _FDS, flags)
+            raise Closed(_ENDED)
         for level, kind, found in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._fds.frombytes(found[: len(found) - len(found) % self._fds.itemsize])
@@ -228,26 +255,6 @@ class Connection:
         with self._closing, contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
-
-
-class Waiter:
-    """Waits for a frame, or until the file `wake` becomes readable."""
-
-    def __init__(self, connection: Connection, wake: int | None = None):
-        self._connection, self._poll = connection, select.poll()
-        self._poll.register(connection.sock, select.POLLIN)
-        if wake is not None:
-            self._poll.register(wake, select.POLLIN)
-
-    def wait(self, deadline: float) -> bool:
-        """Whether a frame has come; False where `wake` became readable first. Raises Late at the deadline."""
-        if self._connection.is_ready():
-            return True
-        found = self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
-        if not found:
-            raise Late
-        own = self._connection.fileno()
-        return found[0][0] == own or found[-1][0] == own
 
 
 def _write_small(frame: Frame) -> bytes:

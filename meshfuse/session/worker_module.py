@@ -13,19 +13,24 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .. import checkpoint
+from ..compiler import CompiledProgram
 from ..errors import ArgumentError, shown, user_error
 from ..executor.dtensor import is_dtensor
 from ..frontends.autograd import Runner
-from ..frontends.leaf_names import names_of_leaves
 from ..frontends.module_state import STATE, State
 from ..frontends.parallel_module import parallelize, rejoin, seed_draws
+from ..frontends.placing import Place
 from ..mesh import DeviceMesh
+from ..sharding.layout import is_even
 from ..sharding.value import Sharding
 from . import torch_group
-from .distributed import ModuleFacts, Placed, ResultOf
+from .distributed import ModuleFacts, Placed
 from .executor import current
 
 _LAYOUT = "layout"
+
+
+Wrapping = tuple[Place, tuple[int, ...]]  # where a DTensor lies, and its global shape
 
 
 class WorkerModule:
@@ -35,6 +40,7 @@ class WorkerModule:
         self._module, self._epoch = module, current().epoch
         self._generator = torch.Generator()
         self.optimizers: list[torch.optim.Optimizer] = []
+        self._wrappings: dict[Any, tuple[Wrapping | None, Any]] = {}
         self.seed(seed)
         seed_draws(module, self._generator)
         torch_group.uses(self.state.places.torch_mesh)
@@ -54,7 +60,29 @@ class WorkerModule:
             torch_group.join(self.state.places.device)
             rejoin(self._module)
             self._epoch = current().epoch
+            self._wrappings.clear()
         return self._module
+
+    def wrapping(self, name: str, where: Any, index: int | None = None) -> Wrapping | None:
+        """What makes a DTensor of an argument; None for shards that the model reads as they lie. See `run`."""
+        key = (name, where) if index is None else (name, id(where.program), index)
+        if key not in self._wrappings:
+            found = self._find_wrapping(name, where if index is None else where.placed(index))
+            self._wrappings[key] = (found, None if index is None else where.program)  # whose id is so nobody else's
+        return self._wrappings[key][0]
+
+    def _find_wrapping(self, name: str, where: Placed | tuple[int, ...] | None) -> Wrapping | None:
+        if where is None:
+            return None
+        shape, places = where.shape if isinstance(where, Placed) else where, self.state.places
+        spec = self.state.options.inputs.get(name)
+        usual = places.of_spec(name, spec, shape) if spec is not None and len(spec) == len(shape) else None
+        place = places.of_sharding(name, where.sharding, shape) if isinstance(where, Placed) else usual
+        if place is None or (
+            usual is not None and place.sharding == usual.sharding and _is_even(place.sharding, shape)
+        ):
+            return None
+        return place, shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +92,26 @@ class Outputs:
     leaves: Sequence[Any]
     tree: pytree.TreeSpec
     runner: Runner | None
+    program: CompiledProgram | None
 
     def placed(self, place: int) -> Placed | None:
         """How a result lies on the workers; None for what is no tensor of the program."""
-        return None if self.runner is None else _placed(self.runner, place)
+        return None if self.runner is None else _placed(self.runner, self.program, place)
 
 
-def _placed(runner: Runner, place: int) -> Placed | None:
-    found = runner.placed_result(place)
+def _placed(runner: Runner, program: Any, place: int) -> Placed | None:
+    found = runner.placed_result(place, program)
     if found is None:
         return None
     sharding, shape = found
     if current().size == 1:  # Its ranks are simulated, and every result is whole.
         sharding = Sharding.replicated(DeviceMesh([0]), len(shape))
     return Placed(sharding, shape)
+
+
+def _is_even(sharding: Sharding, shape: Sequence[int]) -> bool:
+    """Whether all ranks have shards of one shape: then that tells the global one."""
+    return all(is_even(layout, n) for layout, n in zip(sharding.dims, shape, strict=True))
 
 
 def make_plain(make: Any, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int) -> nn.Module:
@@ -119,9 +153,6 @@ def _maker(make: Any) -> Callable[..., Any]:
     return found
 
 
-Where = Placed | ResultOf | tuple[int, ...]
-
-
 def facts_of(made: WorkerModule) -> ModuleFacts:
     """What the controller knows of a model."""
     module = made.live()
@@ -132,39 +163,54 @@ def facts_of(made: WorkerModule) -> ModuleFacts:
 
 
 def run(
-    made: WorkerModule, args: Sequence[Any], kwargs: Mapping[str, Any], placed: Mapping[int, Where],
-    records: bool,
+    made: WorkerModule, args: Sequence[Any], kwargs: Mapping[str, Any], placed: Sequence[tuple[Any, ...]],
+    records: bool, into: Sequence[tuple[int, int]], tree: str,
 ) -> Outputs:  # fmt: skip
-    """Call the model. placed: by place among the leaves how shards lie, or the shape of those cut as its `inputs` say.
+    """Call the model.
 
-    records: whether a gradient may be asked for.
+    placed: of arguments their place among the leaves, their name, and how shards lie: a Placed, the shape of those cut
+    as its `inputs` say, or the outputs of a model and a place there. records: whether a gradient may be asked for.
+    into: places of results, and the registers that they go into; the results' tree must then have the text `tree`.
     """
     with torch_group.told_of_failures(), torch.set_grad_enabled(records):
         module = made.live()
         if placed and not made.state.places.is_simulated:
-            args, kwargs = _with_dtensors(made.state, args, kwargs, placed)
-        leaves, tree = pytree.tree_flatten(module(*args, **kwargs))
-    return Outputs(leaves, tree, made.state.last)
+            args, kwargs = _with_dtensors(made, args, kwargs, placed)
+        leaves, spec = pytree.tree_flatten(module(*args, **kwargs))
+    runner = made.state.last
+    outputs = Outputs(leaves, spec, runner, None if runner is None else runner.program())
+    if into:
+        _keep(outputs, into, tree)
+    return outputs
 
 
-def _with_dtensors(state: State, args: Any, kwargs: Any, placed: Mapping[int, Any]) -> tuple[Any, Any]:
-    names = names_of_leaves(state.names, args, kwargs)
+def _keep(outputs: Outputs, into: Sequence[tuple[int, int]], tree: str) -> None:
+    """Put results into registers. ArgumentError where they are others than the controller expects."""
+    if str(outputs.tree) != tree:
+        raise user_error("a model's results", str(outputs.tree), f"{tree}, as at the first such call",
+                         "Return results of one structure.", cls=ArgumentError)  # fmt: skip
+    registers = current().registers
+    for place, number in into:
+        registers[number] = outputs.leaves[place]
+
+
+def _with_dtensors(made: WorkerModule, args: Any, kwargs: Any, placed: Sequence[tuple[Any, ...]]) -> tuple[Any, Any]:
+    """The arguments, with DTensors in the place of shards that the model would not read as they lie."""
+    wrong = [(told[0], where) for told in placed if (where := made.wrapping(*told[1:])) is not None]
+    if not wrong and not torch.is_grad_enabled():
+        return args, kwargs
     leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    for index, where in placed.items():
-        leaves[index] = _dtensor(state, names[index], leaves[index], where)
+    for place, *_ in placed:
+        leaves[place] = _on_its_own(leaves[place])
+    for place, (where, shape) in wrong:
+        if not is_dtensor(leaves[place]):
+            leaves[place] = where.wrapped(leaves[place], shape).requires_grad_(leaves[place].requires_grad)
     return pytree.tree_unflatten(leaves, tree)
 
 
-def _dtensor(state: State, name: str, local: Any, told: Where) -> Any:
-    """A shard as a DTensor, whose placements and global shape the model reads."""
-    where = told.outputs.placed(told.index) if isinstance(told, ResultOf) else told
-    if where is None or is_dtensor(local):
-        return local
-    if isinstance(where, Placed):
-        place, shape = state.places.of_sharding(name, where.sharding, where.shape), where.shape
-    else:
-        place, shape = state.places.of_spec(name, state.options.inputs[name], where), where
-    return place.wrapped(local.detach(), shape).requires_grad_(local.requires_grad)
+def _on_its_own(leaf: torch.Tensor) -> torch.Tensor:
+    """A shard that follows from nothing: a backward pass ends at a model's arguments."""
+    return leaf if is_dtensor(leaf) or not leaf.requires_grad else leaf.detach().requires_grad_()
 
 
 def form_of(outputs: Outputs) -> tuple[Any, str]:
@@ -173,11 +219,8 @@ def form_of(outputs: Outputs) -> tuple[Any, str]:
     return pytree.tree_unflatten(is_tensor, outputs.tree), str(outputs.tree)
 
 
-def leaf_of(outputs: Outputs, index: int, tree: str) -> Any:
-    """One of a model's results. ArgumentError where they are others than the controller expects."""
-    if str(outputs.tree) != tree:
-        raise user_error("a model's results", str(outputs.tree), f"{tree}, as at the first such call",
-                         "Return results of one structure.", cls=ArgumentError)  # fmt: skip
+def leaf_of(outputs: Outputs, index: int) -> Any:
+    """One of a model's results."""
     return outputs.leaves[index]
 
 

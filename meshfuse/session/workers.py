@@ -12,7 +12,7 @@ from .call_log import CallLog
 from .compact import Buffer
 from .crew import Crew
 from .errors import Raised, SessionError, WorkerError, WorkerLost, WorkerTimeout, rebuild
-from .links import Link, Woken
+from .links import Link, SocketLink, Woken
 from .messages import CALL, CALL_AND_SYNC, DONE, FAILED, GET, SETTLE, SYNC
 from .pickling import dumps, loads
 from .progress import Progress
@@ -136,13 +136,14 @@ class Workers:
         """The answers of workers to one command each, within the session's timeout or another limit, in seconds."""
         limit = self.timeout if limit is None else limit
         deadline, start = time.monotonic() + limit, time.perf_counter()
-        answers: list[Frame] = []
+        answers: list[Any] = [None] * len(links)
         progress = Progress()
         try:
-            for link, number in zip(links, numbers, strict=True):
-                answers.append(self._answer(link, number, deadline, progress))
+            # Processes first: threads run while this one waits for them. They were sent the command last to first.
+            for place in sorted(range(len(links)), key=lambda place: not isinstance(links[place], SocketLink)):
+                answers[place] = self._answer(links[place], numbers[place], deadline, progress)
         except Late:
-            left = list(zip(links, numbers, strict=True))[len(answers) :]
+            left = [pair for pair, answer in zip(zip(links, numbers, strict=True), answers, strict=True) if not answer]
             missing = [link for link, number in left if self._found(link, number, time.monotonic()) is None]
             raise self._timed_out(missing or [left[0][0]], limit) from None
         except KeyboardInterrupt:
@@ -163,7 +164,6 @@ class Workers:
                     raise
                 progress.show(f"waiting for worker {link.worker}{self.log.latest(number)}")
             except Woken:
-                self.supervisor.clear_wake()
                 if self.supervisor.lost:
                     self.raise_lost(self.links[min(self.supervisor.lost)])
             except Closed:

@@ -35,16 +35,16 @@ def started_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forkserver, "subprocess", subprocess)
 
 
-def start_socket_session() -> tuple[di.SocketSession, subprocess.Popen[bytes]]:
-    """Two hosts of two workers each, both on this machine."""
+def start_socket_session(per_node: int = 2, groups: int = 2) -> tuple[di.SocketSession, subprocess.Popen[bytes]]:
+    """Two hosts of so many workers each, both on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "meshfuse.session.remote", "127.0.0.1", str(port), "2"]
+    command = [sys.executable, "-m", "meshfuse.session.remote", "127.0.0.1", str(port), str(per_node)]
     # A host has a Python path of its own.
     path = os.pathsep.join([os.getcwd(), os.path.join(os.getcwd(), "tests")])
     remote = subprocess.Popen(command, env={**os.environ, "MESHFUSE_TOKEN": TOKEN, "PYTHONPATH": path})
     try:
-        return di.SocketSession(2, 2, 2, "127.0.0.1", port, token=TOKEN, timeout=30), remote
+        return di.SocketSession(2, per_node, groups, "127.0.0.1", port, token=TOKEN, timeout=30), remote
     except BaseException:
         remote.kill()
         raise

@@ -22,6 +22,13 @@ with warnings.catch_warnings():  # It is deprecated, and still used.
     source = scripted = torch.jit.script(source)
 
 
+class Held:
+    """What has no short form."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
 def sent(value: Any) -> Any:
     payload, buffers = dumps(value)
     return loads(bytes(payload), [bytearray(buffer) for buffer in buffers])
@@ -33,7 +40,7 @@ def sent(value: Any) -> Any:
     torch.randn(3, 4, dtype=torch.cfloat).t(), LARGE.t().to(torch.bfloat16), torch.randn(30)[::2],
 ], ids=lambda tensor: f"{list(tensor.shape)} {tensor.stride()}")  # fmt: skip
 def test_layouts_stay(tensor: torch.Tensor) -> None:
-    for got in (sent(tensor), sent([tensor])[0]):  # the short form, and pickle's
+    for got in (sent(tensor), sent(Held(tensor)).value):  # the short form, and pickle's
         assert torch.equal(got, tensor) and got.stride() == tensor.stride() and got.dtype == tensor.dtype
 
 
@@ -42,7 +49,7 @@ def test_layouts_stay(tensor: torch.Tensor) -> None:
 ], ids=lambda tensor: f"{list(tensor.shape)} {tensor.stride()}")  # fmt: skip
 def test_gaps_and_lazy_conjugates_are_not_sent(tensor: torch.Tensor) -> None:
     payload, buffers = dumps(tensor)
-    assert torch.equal(sent(tensor), tensor) and torch.equal(sent([tensor])[0], tensor)
+    assert torch.equal(sent(tensor), tensor) and torch.equal(sent(Held(tensor)).value, tensor)
     assert len(payload) + sum(map(len, buffers)) <= tensor.numel() * tensor.itemsize + 200
 
 
@@ -55,7 +62,7 @@ def test_gaps_and_lazy_conjugates_are_not_sent(tensor: torch.Tensor) -> None:
 def test_gradients_are_required_of_every_layout(make: Any) -> None:
     for requires in (True, False):
         tensor = make().requires_grad_(requires)
-        for got in (sent(tensor), sent([tensor])[0], sent((tensor, [tensor]))[0]):
+        for got in (sent(tensor), sent(Held(tensor)).value, sent((tensor, [tensor]))[0]):
             assert got.requires_grad is requires and got.layout == tensor.layout and got.device == tensor.device
             assert tensor.is_meta or torch.equal(got.detach().to_dense(), tensor.detach().to_dense())
 
@@ -68,3 +75,17 @@ def test_torchscript_goes_by_name_or_by_value() -> None:
     assert torch.equal(sent(local)(x), local(x))
     by_value = torch.jit.trace(lambda t: t * 3, (x,))
     assert torch.equal(sent([by_value])[0](x), x * 3)
+
+
+def test_lists_and_dicts_are_as_pickle_has_them() -> None:
+    items, x = [1, (2, "a")], torch.arange(3)
+    value = {"a": items, 3: [items, {}, {"x": x, None: x}], "deep": [[[[[[[[[[1]]]]]]]]]]}
+    for got in (sent(value), sent(Held(value)).value):
+        assert list(got) == list(value) and got["deep"] == value["deep"]
+        assert got["a"] == items and got[3][0] is got["a"] and got[3][1] == {}
+        assert torch.equal(got[3][2]["x"], x) and got[3][2][None] is got[3][2]["x"]
+    loop: list[Any] = [1]
+    loop.append(loop)
+    got = sent(loop)
+    assert got[0] == 1 and got[1] is got
+    assert sent({(1, 2): 3, frozenset({1}): 4}) == {(1, 2): 3, frozenset({1}): 4}

@@ -7,6 +7,8 @@ backward pass of `meshfuse.session.autograd` must remember. `api`: init_rpc, shu
 from __future__ import annotations
 
 from . import api, backend_registry, constants, functions
+from .agent import Agent as TensorPipeAgent  # noqa: F401
+from .api import _get_current_rpc_agent as _get_current_rpc_agent
 from .api import _rref_context_get_debug_info as _rref_context_get_debug_info
 from .api import _set_rpc_timeout as _set_rpc_timeout
 from .api import _wait_all as _wait_all

@@ -26,8 +26,8 @@ from ..listener import Listener, connect
 from ..messages import DONE, FAILED
 from ..nodes import Greeting, version
 from ..pickling import dumps, loads
-from ..wire import Closed, Connection, Frame, Late, Waiter
-from .members import FOREVER, Member, Members
+from ..wire import Closed, Connection, Frame, Late
+from .members import FOREVER, Member, Members, WorkerInfo
 
 REQUEST = 60
 _ROLE = "rpc"
@@ -46,7 +46,6 @@ class Pooled:
     """A connection that one call at a time has."""
 
     connection: Connection
-    waiter: Waiter
     peer: Member
 
 
@@ -70,6 +69,14 @@ class Agent:
         except BaseException:
             self._listener.close()
             raise
+
+    def get_worker_info(self, name: str | None = None) -> WorkerInfo:
+        """The peer of that name; this process without a name."""
+        return self.me if name is None else self.members.find(name)
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """All peers that are known, this process among them."""
+        return self.members.infos()
 
     def _own(self) -> Member:
         listener = self._listener
@@ -124,8 +131,7 @@ class Agent:
     def finish(self, to: int, pooled: Pooled, limit: float) -> Frame:
         """Wait for the answer to a request. Raises WorkerLost and WorkerTimeout."""
         try:
-            pooled.waiter.wait(time.monotonic() + (limit or FOREVER))
-            answer = pooled.connection.receive()
+            answer = pooled.connection.receive_within(limit or FOREVER)
         except Late:
             pooled.connection.close()
             raise self._late(to, limit) from None
@@ -152,7 +158,7 @@ class Agent:
             connection = connect((there.host, there.port), self.token, greeting, 30.0, local)
         except OSError as error:
             raise self.members.lost(to, str(error)) from None
-        return Pooled(connection, Waiter(connection), there)
+        return Pooled(connection, there)
 
     def _late(self, to: int, limit: float) -> WorkerTimeout:
         name = self.members.member(to).info.name

@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -28,7 +28,8 @@ from ..executor import current
 from ..handshake import TOKEN, token_of
 from .agent import Agent
 from .calls import Calls, calls, set_calls
-from .constants import DEFAULT_RPC_TIMEOUT_SEC
+from .constants import DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
+from .gather import all_gather
 from .members import FOREVER, Members, OpenMembers, WorkerInfo
 from .options import RpcBackendOptions, as_options, check_timeout
 from .rref import RRef
@@ -295,6 +296,27 @@ def _wait_all() -> Iterator[None]:
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """The worker of that name; this one without a name."""
     return calls().me if worker_name is None else calls().agent.members.find(worker_name)
+
+
+# What several workers do together, and this process' connections, by torch's names.
+
+
+def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
+    return all_gather(obj, worker_names, timeout)
+
+
+def _barrier(worker_names: Iterable[str]) -> None:
+    """Wait until all these workers have called this."""
+    all_gather(None, worker_names)
+
+
+def _wait_all_workers(timeout: float = 0) -> None:
+    """Wait until all workers have called this. timeout: seconds, 0 for no limit."""
+    all_gather(None, None, timeout)
+
+
+def _get_current_rpc_agent() -> Agent:
+    return calls().agent
 
 
 def get_rpc_timeout() -> float:

@@ -7,7 +7,7 @@ import itertools
 import marshal
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,28 +52,27 @@ class Prepared:
     def begin(self) -> Prepared:
         """Send it; calls to this process itself run in `finish`."""
         if self._peer.id != self._part.me.id:
-            with self._told():
+            try:
                 self._pooled = self._part.agent.begin(self._peer.id, self._frame)
+            except SessionError:
+                self._part.take_back(self._forks)
+                raise
         return self
 
     def finish(self) -> Any:
         """Wait for the answer. Raises what the function raised."""
-        with self._told():
-            answer = (
-                self._part.serve_self(self._frame) if self._pooled is None
-                else self._part.agent.finish(self._peer.id, self._pooled, self._limit)
-            )  # fmt: skip
-        raise_failure(answer, f"{getattr(self._function, '__name__', self._function)} on {self._peer.name}")
-        return self._part.read(answer, self._context)[0]
-
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """A context in which an error means that the references of the message have not arrived."""
+        part, peer = self._part, self._peer
         try:
-            yield
+            answer = (
+                part.serve_self(self._frame) if self._pooled is None
+                else part.agent.finish(peer.id, self._pooled, self._limit)
+            )  # fmt: skip
         except SessionError:
-            self._part.take_back(self._forks)
+            part.take_back(self._forks)  # The references of the message have not arrived.
             raise
+        if answer.kind != DONE:
+            raise_failure(answer, f"{getattr(self._function, '__name__', self._function)} on {peer.name}")
+        return part.read(answer, self._context)[0]
 
 
 class Calls:
@@ -85,7 +84,7 @@ class Calls:
         self._sending = _Sending()
         set_peer(self)
         self.table.serve(self._send_jobs)
-        agent.members.ask = self._ask
+        agent.members.ask = self.ask
         agent.server = self
 
     # Calls
@@ -261,7 +260,7 @@ class Calls:
             self.internal(rref._owner, add, rref._id, rref._fork)
             rref.confirm()
 
-    def _ask(self, rank: int) -> None:
+    def ask(self, rank: int) -> None:
         """Wait for a peer to answer; a busy one may take its time. Raises WorkerLost."""
         with contextlib.suppress(WorkerTimeout):
             self.internal(rank, _do, [], limit=_PATIENCE)
@@ -274,14 +273,13 @@ class Calls:
         finally:
             self.contexts.enter(before)
 
-    def internal_all(self, jobs: Sequence[tuple[int, Callable[..., Any], tuple[Any, ...]]]) -> None:
-        """Calls of `rpc`'s own to several workers at a time: a worker, a function and its arguments each."""
+    def internal_all(self, jobs: Sequence[tuple[int, Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+        """Results of `rpc`'s own calls to several workers at a time: a worker, a function and its arguments each."""
         before = self.contexts.enter(None)
         try:
             limit = self._limit(None)
             started = [self._prepare(self.peer(to), function, args, {}, limit).begin() for to, function, args in jobs]
-            for call in started:
-                call.finish()
+            return [call.finish() for call in started]
         finally:
             self.contexts.enter(before)
 

@@ -17,6 +17,7 @@ import torch
 
 from ...errors import ArgumentError, caller_line, shown, user_error
 from ..pickling import Tracked
+from .graph import Received, Sent
 from .hooked import Engine, leaves_of
 
 Message = tuple[int, int]  # (rank of the sender, its number there)
@@ -64,6 +65,15 @@ class Context:
     def _known_worker_ids(self) -> set[int]:
         return self.peers - {self.number >> _RANK_BITS}
 
+    def _recv_functions(self) -> dict[Message, Received]:
+        with self.lock:
+            return {message: Received(leaves) for message, leaves in self.received.items()}
+
+    def _send_functions(self) -> dict[Message, Sent]:
+        came = {id(leaf): one for one in self._recv_functions().values() for leaf in one.leaves}
+        with self.lock:
+            return {message: Sent(tensors, came) for message, tensors in self.sent.items()}
+
 
 class _Current(threading.local):
     number: int | None = None
@@ -104,7 +114,12 @@ class Contexts:
         A call that belongs to a context may go on here after that has ended where it began.
         """
         with self._lock:
-            return Context(number) if number in self._ended else self._all.setdefault(number, Context(number))
+            found = self._all.get(number)
+            if found is None:
+                found = Context(number)
+                if number not in self._ended:
+                    self._all[number] = found
+            return found
 
     def get(self, number: Any) -> Context:
         """The context of that number. ArgumentError where it has ended, or never was."""

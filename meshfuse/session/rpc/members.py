@@ -96,6 +96,10 @@ class Members:
         """The peer of that rank."""
         return self._known[rank]
 
+    def infos(self) -> list[WorkerInfo]:
+        """All peers that are known, this one among them."""
+        return [member.info for _, member in sorted(self._known.items())]
+
     def find(self, to: Any) -> WorkerInfo:
         """The peer of that name, rank or WorkerInfo. Raises ArgumentError for others."""
         wanted = to.id if isinstance(to, WorkerInfo) else to

@@ -25,7 +25,7 @@ T = TypeVar("T")
 Job = tuple[Callable[..., None], tuple[Any, ...]]
 # Owners first learn of new references, then parents that these are known, then of what has ended.
 ADD, ACCEPT, DROP, _MARK = range(4)
-_GATHER = 0.002  # Seconds in which such news are gathered.
+_GATHER = 0.01  # Seconds in which such news are gathered: a message for each would take longer than most calls.
 Id = tuple[int, int]  # (rank that made it, its number there)
 
 
