@@ -1,3 +1,3 @@
 """The version of the package: `meshfuse.__version__`, and what pip reads."""
 
-__version__ = "0.7.0"
+__version__ = "0.8.0"
