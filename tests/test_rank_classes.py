@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import meshfuse as mf
 from meshfuse.compiler import CompiledProgram
@@ -88,6 +90,54 @@ def test_ranks_that_hold_unequally_much_are_told_apart() -> None:
     fd.mesh_split(y, MESH, [])
     found = check(fd.compile())
     assert found is not None and found.alike == ("dp",) and found.representatives == (0, 1)
+
+
+def moved(mesh: mf.DeviceMesh, shape: list[int], before: list[Any], after: list[Any]) -> CompiledProgram:
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor(shape)
+    y = fd.ops.set(x)
+    fd.add_output(y)
+    fd.mesh_split(x, mesh, before)
+    fd.mesh_split(y, mesh, after)
+    return fd.compile()
+
+
+@pytest.mark.parametrize(("before", "after", "classes"), [(["tp"], ["dp"], 16), (["tp"], [("dp", "tp")], 16)])
+def test_of_axes_that_change_places_the_parts_that_do_are_told_apart(
+    before: list[Any], after: list[Any], classes: int
+) -> None:  # fmt: skip
+    """Of 64 ranks dp takes the place of the 4 of tp by a part of 4; the other one cuts more finely."""
+    for dp in (16, 256):
+        compiled = moved(mf.DeviceMesh((dp, 4), ("dp", "tp"), links="bytes"), [4096], before, after)
+        if dp == 16:
+            found = check(compiled)
+        else:
+            compiled.verify()
+            found = compiled.rank_classes()
+        assert found is not None and len(found.representatives) <= classes
+
+
+SPECS = [
+    None,
+    "dp",
+    "tp",
+    ("dp", "tp"),
+    ("tp", "dp"),
+    mf.Split(2, "dp"),
+    mf.Split(4, "dp", 2),
+    (mf.Split(4, "dp", 2), "tp"),
+]
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from(SPECS), min_size=4, max_size=4), st.sampled_from([16, 64, 24]))
+def test_moves_between_any_two_layouts(specs: list[Any], n: int) -> None:
+    mesh = mf.DeviceMesh((8, 4), ("dp", "tp"), links="bytes")
+    try:
+        compiled = moved(mesh, [n, 64], specs[:2], specs[2:])
+    except mf.DefinitionError:
+        return  # An axis on both dims.
+    check(compiled)
 
 
 def test_ranks_with_neighbours_are_told_apart() -> None:

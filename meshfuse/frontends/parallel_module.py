@@ -45,7 +45,7 @@ from .pipeline.options import Pipeline
 from .pipeline.played_step import PlayedStep
 from .pipeline.schedule import Schedule
 from .pipeline.with_loss import TARGET
-from .placing import Places, check_same_weights, check_world, connect_again, place_mesh_of, place_parameters
+from .placing import Places, check_same_weights, check_world, connect_again, place_mesh_of, place_parameters, show_unset
 from .plan_value import Plan
 from .plans import ModulePlan, checked_specs, module_plan
 from .precision import Precision
@@ -405,6 +405,7 @@ def _made(
         script has needed it.
     """
     options, places = state.options, state.places
+    show_unset(module, places)
     arguments = Arguments(state.names, options.inputs, state.plan, places.is_simulated, call, line)
     graph = graph_of_call(module, state, arguments, line, all_results, lambda: as_plain(module))
     check_attends(graph, options.context, state.line)

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..definition.annotation import layouts_of_spec
 from ..errors import ArgumentError, SourceLine, user_error
-from ..executor.dtensor import placements_of
+from ..executor.dtensor import is_dtensor, placements_of
 from ..executor.spmd import sum_of_bits
 from ..host_ir import digest_of
 from ..mesh import DeviceMesh
@@ -89,11 +89,13 @@ class Places:
     """Where tensors of a module lie, on real ranks or on simulated ones.
 
     shapes: the global shapes of parameters, by name.
+    unset: the memory of parameters that were on meta, until something runs.
     """
 
     def __init__(self, plan: ModulePlan, device: torch.device, torch_mesh: Any, line: SourceLine) -> None:
         self.plan, self.device, self.line = plan, device, line
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.unset: list[torch.Tensor] = []
         self.is_simulated = World.current().size == 1
         self.torch_mesh = torch_mesh
 
@@ -200,6 +202,20 @@ def check_world(mesh: DeviceMesh, line: SourceLine, who: str = "parallelize") ->
         )  # fmt: skip
 
 
+def show_unset(module: nn.Module, places: Places) -> None:
+    """Fill parameters that nobody has loaded or initialised with NaN, so that what is computed of them shows it.
+
+    Before the first call, and not when they are made: a model on meta that is only planned takes no memory.
+    """
+    unset = {local.data_ptr(): local for local in places.unset if local.view(-1)[0].isnan()}
+    places.unset.clear()
+    for parameter in module.parameters() if unset else ():
+        local = parameter.detach()
+        found = unset.get((local.to_local() if is_dtensor(local) else local).data_ptr())
+        if found is not None:
+            found.fill_(float("nan"))
+
+
 def place_parameters(module: nn.Module, places: Places) -> dict[str, Place]:
     """Put this rank's shards in the place of all parameters, by name; buffers move to the device.
 
@@ -209,7 +225,7 @@ def place_parameters(module: nn.Module, places: Places) -> dict[str, Place]:
     found = {name: places.of_parameter(name, p.shape) for name, p in module.named_parameters()}
     made: dict[int, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
-        made[id(parameter)] = _cut(parameter, found[name], places.device)
+        made[id(parameter)] = _cut(parameter, found[name], places)
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
@@ -220,20 +236,25 @@ def place_parameters(module: nn.Module, places: Places) -> dict[str, Place]:
     return found
 
 
-def _unset(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor that is to be loaded or initialised: NaN, so that it shows where that is forgotten."""
-    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full(tuple(shape), value, dtype=dtype, device=device)
+def _unset(shape: Sequence[int], dtype: torch.dtype, places: Places) -> torch.Tensor:
+    """A tensor that is to be loaded or initialised; its first number says that it is not."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.zeros(tuple(shape), dtype=dtype, device=places.device)
+    made = torch.empty(tuple(shape), dtype=dtype, device=places.device)
+    if made.numel():
+        made.view(-1)[0] = float("nan")
+        places.unset.append(made)
+    return made
 
 
-def _cut(parameter: nn.Parameter, place: Place, device: torch.device) -> nn.Parameter:
-    if place.torch_mesh is None and not parameter.is_meta and parameter.device == device:
+def _cut(parameter: nn.Parameter, place: Place, places: Places) -> nn.Parameter:
+    if place.torch_mesh is None and not parameter.is_meta and parameter.device == places.device:
         return parameter
     shape = tuple(parameter.shape)
     if parameter.is_meta:
-        local = _unset(place.local_shape(shape), parameter.dtype, device)
+        local = _unset(place.local_shape(shape), parameter.dtype, places)
     else:
-        local = place.part(parameter.detach()).to(device).clone()
+        local = place.part(parameter.detach()).to(places.device).clone()
     return nn.Parameter(place.wrapped(local, shape), requires_grad=parameter.requires_grad)
 
 

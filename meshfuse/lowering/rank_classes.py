@@ -2,8 +2,9 @@
 
 Along an axis of the mesh that is *alike*, coordinates differ only in which peers they name. Then the program of rank
 r + t is that of rank r, with every rank that it names moved by t, and with other numbers in kernels' texts and offsets
-of parts. (Digits of a coordinate, which sub-axes are, are moved each for itself, modulo their sizes.) A class has the
-ranks that differ along such axes alone; the first of them stands for it.
+of parts. (Digits of a coordinate, which sub-axes are, are moved each for itself, modulo their sizes. Where some digits
+of an axis are alike and others are not, each counts as an axis here.) A class has the ranks that differ along such axes
+alone; the first of them stands for it.
 
 Why the programs' shape moves with the rank. A rank's program follows from the sharding of each value: how much it holds
 of a dim, and with whom it exchanges. Where a layout cuts a dim evenly all ranks hold equally much, and a step among the
@@ -28,13 +29,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..mesh import DeviceMesh
 from ..reshard.steps import Step, StepKind
 from ..resharding import Reshard
 from ..sharding import layout as lay
+from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding
 from .blocks import block_exchange_dims
 from .effects import effects
@@ -68,7 +70,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RankClasses:
-    """The ranks of a mesh by what they do. apart: the axes whose coordinates are told apart; others are alike."""
+    """The ranks of a mesh by what they do. apart: the axes whose coordinates are told apart; others are alike.
+
+    mesh: that of the program, but that an axis of which a part is told apart is several.
+    """
 
     mesh: DeviceMesh
     apart: frozenset[str]
@@ -128,10 +133,14 @@ class RankClasses:
         shape = tuple(tuple(c - b if a else c for a, c, b in zip(alike, place, base, strict=True)) for place in places)
         return Span(shape, base)
 
-    def moves(self, call: CommunicationCall) -> bool:
-        """Whether a call moves with the rank: its group is U x N, and a message keeps its coordinates along U."""
-        span = self.span(call.group)
-        return span is not None and not (isinstance(call, SendRecv) and self._runs_along(call.group))
+    def _hindered(self, rank: int, call: CommunicationCall) -> set[str]:
+        """The alike axes along which a call does not move with its rank.
+
+        Its group must be U x N, and the ends of a message have the same coordinates along U.
+        """
+        if self.span(call.group) is None:
+            return self._runs_along(call.group)
+        return self._runs_along((rank, call.peer)) if isinstance(call, SendRecv) else set()
 
     def _runs_along(self, group: Group) -> set[str]:
         """The alike axes along which a group has several coordinates."""
@@ -143,7 +152,7 @@ class RankClasses:
         found = set[str]()
         for rank in self.representatives:
             calls = [i for i in program(rank) if isinstance(i, CommunicationCall)]
-            found.update(a for call in calls if not self.moves(call) for a in self._runs_along(call.group))
+            found.update(axis for call in calls for axis in self._hindered(rank, call))
         if found:
             return found
         ends = dict.fromkeys((self.representatives[0], self.representatives[-1]))
@@ -197,8 +206,7 @@ def rank_classes(segmented: SegmentedDefinition, program: Program) -> RankClasse
     meshes = list(dict.fromkeys(value.sharding.mesh for value in segmented.resharded.values))
     if len(meshes) != 1:
         return None
-    (mesh,) = meshes
-    apart = frozenset(_apart(segmented))
+    mesh, apart = _in_parts(meshes[0], set(_apart(segmented, meshes[0])))
     while True:
         found = RankClasses(mesh, apart)
         more = found.misfits(program)
@@ -207,21 +215,41 @@ def rank_classes(segmented: SegmentedDefinition, program: Program) -> RankClasse
         apart |= more
 
 
-def _apart(segmented: SegmentedDefinition) -> Iterator[str]:
-    """The axes along which ranks hold unequally much, or have neighbours."""
-    resharded = segmented.resharded
-    shapes = {(v.sharding, resharded.graph.shape(v.tensor)) for v in resharded.values}
-    for sharding, shape in shapes:
-        yield from _uneven(sharding, shape)
+def _in_parts(mesh: DeviceMesh, apart: Collection[Split]) -> tuple[DeviceMesh, frozenset[str]]:
+    """A mesh with an axis for each part that is told apart, or is between such, and the names of those told apart."""
+    shape, names, found = list[int](), list[str](), set[str]()
+    for axis, size in zip(mesh.names, mesh.shape, strict=True):
+        here = [(split.pre, split.pre * (split.size or 1)) for split in apart if split.axis == axis]
+        ends = sorted({1, size}.union(*here))
+        if any(high % low for low, high in itertools.pairwise(ends)):  # Parts that overlap.
+            here, ends = [(1, size)], [1, size]
+        for low, high in itertools.pairwise(ends):
+            name = axis if high // low == size else f"{axis}.{low}"
+            shape.append(high // low)
+            names.append(name)
+            found.update([name] if any(a <= low and high <= b for a, b in here) else ())
+        if size == 1:
+            shape.append(1)
+            names.append(axis)
+    made = mesh if len(names) == mesh.ndim else DeviceMesh(tuple(shape), tuple(names), ranks=mesh.ranks)
+    return made, frozenset(found)
+
+
+def _apart(segmented: SegmentedDefinition, mesh: DeviceMesh) -> Iterator[Split]:
+    """The axes, or parts of them, along which ranks hold unequally much, or have neighbours."""
+    resharded, axes = segmented.resharded, set[str]()
+    for sharding, shape in {(v.sharding, resharded.graph.shape(v.tensor)) for v in resharded.values}:
+        axes.update(_uneven(sharding, shape))
     for step, shape in {(s.step, resharded.graph.shape(resharded.values[s.source].tensor))
                         for s in resharded.statements if isinstance(s, Reshard)}:  # fmt: skip
         if not _is_regular(step, shape):
-            yield from _related(step)
+            yield from _related(step, shape)
     for part in segmented.parts:
         if isinstance(part, ChunkLoop):
-            yield from (a for s in part.statements if isinstance(s, Reshard) for x in s.step.axes if (a := x.axis))
+            axes.update(a for s in part.statements if isinstance(s, Reshard) for x in s.step.axes if (a := x.axis))
         elif not isinstance(part, Reshard):
-            yield from (s.axis for s in part.computes[0].placement.exchange if s.axis)
+            axes.update(s.axis for s in part.computes[0].placement.exchange if s.axis)
+    yield from (Split(mesh.axis_size(axis), axis) for axis in axes.intersection(mesh.names))
 
 
 def _uneven(sharding: Sharding, shape: Sequence[int]) -> Iterator[str]:
@@ -230,26 +258,46 @@ def _uneven(sharding: Sharding, shape: Sequence[int]) -> Iterator[str]:
             yield from (split.axis for split in layout if split.axis in sharding.mesh.names and split.axis)
 
 
-def _axes(sharding: Sharding) -> Iterator[str]:
-    splits = (*itertools.chain(*sharding.dims), *sharding.partial)
-    yield from (split.axis for split in splits if split.axis in sharding.mesh.names and split.axis)
-
-
-def _related(step: Step) -> Iterator[str]:
-    """The axes whose digits say what ranks exchange in a step of unequal pieces, or with neighbours.
+def _related(step: Step, shape: Sequence[int]) -> Iterator[Split]:
+    """The parts of axes whose digits say what ranks exchange in a step of unequal pieces, or with neighbours.
 
     Ranks of a group differ along the axes of the step alone. What one of them needs of another follows from these
-    digits, and from those that the same dims are cut by; of all other dims they have the same before and after.
+    digits, and from those that the same dims are cut by; of all other dims they have the same before and after. In an
+    exchange it follows from those digits alone that another stands for: what a digit cuts more finely, a rank has.
     """
+    mesh, splits = step.src.mesh, [*step.axes]
+    pairs = list(zip(step.src.dims, step.dst.dims, strict=False))
     if step.kind is StepKind.TRANSFER or len(step.src.dims) != len(step.dst.dims):
-        yield from (*_axes(step.src), *_axes(step.dst))
-        return
-    splits = [*step.axes]
-    for dim, (before, after) in enumerate(zip(step.src.dims, step.dst.dims, strict=True)):
-        moved = step.window is not None and step.window.changes(dim)
-        if before != after or moved or (step.only is not None and step.only[0] == dim):
-            splits += (*before, *after)
-    yield from (split.axis for split in splits if split.axis in step.src.mesh.names and split.axis)
+        splits = [*itertools.chain(*step.src.dims, *step.dst.dims), *step.src.partial, *step.dst.partial]
+    elif step.kind is StepKind.EXCHANGE and step.window is None and step.only is None:
+        cells = [_changed(*pair, n) for pair, n in zip(pairs, shape, strict=True)]
+        if None not in cells:
+            splits = [split for cell in cells for split in cell or ()]
+            pairs = []
+    if step.kind is not StepKind.TRANSFER:
+        for dim, (before, after) in enumerate(pairs):
+            moved = step.window is not None and step.window.changes(dim)
+            if before != after or moved or (step.only is not None and step.only[0] == dim):
+                splits += (*before, *after)
+    yield from (split for split in splits if split.axis in mesh.names)
+
+
+def _changed(before: Layout, after: Layout, n: int) -> list[Split] | None:
+    """The digits of a dim that are others before and after; None where the layouts have no common digits."""
+    if not (lay.is_even(before, n) and lay.is_even(after, n)):
+        return None
+    found, old, new = list[Split](), [*lay.padded(before, n)[::-1]], [*lay.padded(after, n)[::-1]]
+    while old and new:
+        a, b = old.pop(), new.pop()
+        size = min(a.size or 1, b.size or 1)
+        if (a.size or 1) % size or (b.size or 1) % size:
+            return None
+        for split, rest in ((a, old), (b, new)):
+            if split.size != size:
+                rest.append(Split((split.size or 1) // size, split.axis, split.pre * size))
+        a, b = Split(size, a.axis, a.pre), Split(size, b.axis, b.pre)
+        found += [split for split in (a, b) if a.bound and a != b and split.bound]
+    return found
 
 
 def _is_regular(step: Step, shape: tuple[int, ...]) -> bool:

@@ -20,7 +20,7 @@ from ..calls import Arguments, Call, read_call
 from ..captured_graph import Captured, Source
 from ..hugging_face import with_shared_heads
 from ..options import Options
-from ..placing import Place, Places
+from ..placing import Place, Places, show_unset
 from ..plans import ModulePlan
 from ..recompute import mark_recomputed
 from ..steps import Setting
@@ -124,6 +124,7 @@ class Stepper:
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], line: SourceLine) -> torch.Tensor:
         """The loss of a batch; with gradients enabled they are added to `.grad` of this rank's parameters."""
         parts = self._micro_batches(args, kwargs, line)
+        show_unset(self.module, self.places)
         with located(line):
             with self.elsewhere.there():
                 tables = self._tables()
