@@ -78,6 +78,7 @@ class RankClasses:
     mesh: DeviceMesh
     apart: frozenset[str]
     _spans: dict[Group, Span | None] = field(default_factory=dict, repr=False)
+    _channels: dict[Group, Channel] = field(default_factory=dict, repr=False)
 
     @property
     def alike(self) -> tuple[str, ...]:
@@ -105,9 +106,11 @@ class RankClasses:
         """The channel of a representative's call, among classes: `call_channel` with groups for their members."""
         span = self.span(call.group)
         assert span is not None, f"ranks of a class differ in group {call.group}"
-        members = tuple(dict.fromkeys(map(self.representative, call.group)))
         if isinstance(call, Collective):
-            return Channel(span.shape, members)
+            if call.group not in self._channels:
+                members = tuple(dict.fromkeys(map(self.representative, call.group)))
+                self._channels[call.group] = Channel(span.shape, members)
+            return self._channels[call.group]
         ends = tuple(map(self.representative, call.ends(rank)))
         return Channel((span.shape, ends), ends)
 
