@@ -268,21 +268,23 @@ def _related(step: Step, shape: Sequence[int]) -> Iterator[Split]:
     digits, and from those that the same dims are cut by; of all other dims they have the same before and after. In an
     exchange it follows from those digits alone that another stands for: what a digit cuts more finely, a rank has.
     """
-    mesh, splits = step.src.mesh, [*step.axes]
-    pairs = list(zip(step.src.dims, step.dst.dims, strict=False))
-    if step.kind is StepKind.TRANSFER or len(step.src.dims) != len(step.dst.dims):
-        splits = [*itertools.chain(*step.src.dims, *step.dst.dims), *step.src.partial, *step.dst.partial]
-    elif step.kind is StepKind.EXCHANGE and step.window is None and step.only is None:
-        cells = [_changed(*pair, n) for pair, n in zip(pairs, shape, strict=True)]
+    yield from (split for split in _digits_of(step, shape) if split.axis in step.src.mesh.names)
+
+
+def _digits_of(step: Step, shape: Sequence[int]) -> list[Split]:
+    before, after = step.src, step.dst
+    if step.kind is StepKind.TRANSFER or len(before.dims) != len(after.dims):
+        return [*itertools.chain(*before.dims, *after.dims), *before.partial, *after.partial]
+    if step.kind is StepKind.EXCHANGE and step.window is None and step.only is None:
+        cells = [_changed(*row) for row in zip(before.dims, after.dims, shape, strict=True)]
         if None not in cells:
-            splits = [split for cell in cells for split in cell or ()]
-            pairs = []
-    if step.kind is not StepKind.TRANSFER:
-        for dim, (before, after) in enumerate(pairs):
-            moved = step.window is not None and step.window.changes(dim)
-            if before != after or moved or (step.only is not None and step.only[0] == dim):
-                splits += (*before, *after)
-    yield from (split for split in splits if split.axis in mesh.names)
+            return [split for cell in cells for split in cell or ()]
+    found = [*step.axes]
+    for dim, (old, new) in enumerate(zip(before.dims, after.dims, strict=True)):
+        is_moved = step.window is not None and step.window.changes(dim)
+        if old != new or is_moved or (step.only is not None and step.only[0] == dim):
+            found += (*old, *new)
+    return found
 
 
 def _changed(before: Layout, after: Layout, n: int) -> list[Split] | None:
