@@ -14,7 +14,7 @@ from torch import nn
 
 from ..definition.annotation import layouts_of_spec
 from ..errors import ArgumentError, SourceLine, user_error
-from ..executor.dtensor import is_dtensor, placements_of
+from ..executor.dtensor import placements_of
 from ..executor.spmd import sum_of_bits
 from ..host_ir import digest_of
 from ..mesh import DeviceMesh
@@ -210,8 +210,7 @@ def show_unset(module: nn.Module, places: Places) -> None:
     unset = {local.data_ptr(): local for local in places.unset if local.view(-1)[0].isnan()}
     places.unset.clear()
     for parameter in module.parameters() if unset else ():
-        local = parameter.detach()
-        found = unset.get((local.to_local() if is_dtensor(local) else local).data_ptr())
+        found = unset.get(getattr(parameter, "_local_tensor", parameter).data_ptr())
         if found is not None:
             found.fill_(float("nan"))
 
