@@ -40,26 +40,27 @@ def run_forked(folder: Path, script: Path, *words: str) -> str:
     return done.stdout
 
 
-PAGES = [
-    ("README.md", "readme.py"), ("docs/context-parallel.md", "ring.py"), ("docs/models.md", "models.py"),
-    ("docs/parallelism.md", "parallelism.py"),
-    ("docs/session.md", "session.py"), ("docs/recipes.md", "recipes.py"),
-    ("docs/training.md", "training.py"), ("docs/from-dtensor.md", "from_dtensor.py"),
-    ("docs/from-megatron.md", "from_megatron.py"), ("docs/from-jax.md", "from_jax.py"),
-    ("docs/from-nvfuser.md", "from_nvfuser.py"), ("docs/from-thunder.md", "from_thunder.py"),
-    ("docs/host-programs.md", "by_hand.py"),
+# Thunder's is run where Thunder is (tests/thunder), what checks an op beside the checks.
+ELSEWHERE = ("thunder.md", "testing-an-op.md")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Examples that import what they use; the others go on from something that their page has before.
+EXAMPLES = [
+    (page, place) for page in PAGES if page.name not in ELSEWHERE
+    for place, (kind, text) in enumerate(BLOCK.findall(page.read_text()))
+    if kind == "python" and text.startswith("import ")
 ]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "name"), PAGES)
-def test_the_example_of_a_page_prints_what_the_page_shows(page: str, name: str, tmp_path: Path) -> None:
-    blocks = BLOCK.findall((ROOT / page).read_text())
-    code = next(text for kind, text in blocks if kind == "python")
-    shown = blocks[blocks.index(("python", code)) + 1][1]
-    script = tmp_path / name
-    script.write_text(code)
-    assert (run(str(script), cwd=tmp_path) if page == "README.md" else run_forked(tmp_path, script)) == shown
+@pytest.mark.parametrize(("page", "place"), [pytest.param(*row, id=f"{row[0].name}-{row[1]}") for row in EXAMPLES])
+def test_the_example_of_a_page_prints_what_the_page_shows(page: Path, place: int, tmp_path: Path) -> None:
+    blocks = BLOCK.findall(page.read_text())
+    kind, shown = blocks[place + 1]
+    named = re.search(r"(\w+\.py):", shown)  # what the page calls it
+    script = tmp_path / (named[1] if named else "example.py")
+    script.write_text(blocks[place][1])
+    printed = run(str(script), cwd=tmp_path) if page.name == "README.md" else run_forked(tmp_path, script)
+    assert not kind and printed == shown
 
 
 def test_the_readme_s_links_lead_somewhere() -> None:
