@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -139,3 +141,25 @@ def test_what_is_refused_says_why(kind: str) -> None:
     with pytest.raises(mf.DefinitionError, match=wanted) as raised:
         call()
     assert "(at test_traceable.py:" in str(raised.value)
+
+
+def test_a_model_that_is_dropped_is_freed() -> None:
+    """Dynamo leaves what it makes among the globals of the forward's module."""
+    model = mf.parallelize(nn.Linear(4, 4), MESHES[0])
+    model(torch.ones(2, 4)).sum().backward()
+    weight = weakref.ref(model.weight)
+    del model
+    gc.collect()
+    assert weight() is None
+
+
+def test_a_model_of_stages_that_is_dropped_is_freed() -> None:
+    model = mf.parallelize(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mf.DeviceMesh((2,), ("pp",)),
+        pipeline=mf.Pipeline("pp", "1f1b", 2), loss=F.mse_loss,
+    )  # fmt: skip
+    model.step(torch.ones(4, 4), torch.zeros(4, 4))
+    weight = weakref.ref(model[0].weight)
+    del model
+    gc.collect()
+    assert weight() is None

@@ -39,7 +39,7 @@ from .hugging_face import install_recorders, without_new_caches
 from .kv_caches import INNER, a_new_cache, without_inner
 from .lines import is_users
 from .size_guards import NO_GUARDS, guards_of
-from .traceable import others_traced
+from .traceable import globals_removed, others_traced
 
 Stores = Literal["results", "left", "refused"]
 _CLASS = re.compile(r"<class '([^']+)'>")
@@ -66,6 +66,7 @@ def captured(
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(saying(f"capturing {_called(module)}"))
+        stack.enter_context(globals_removed())
         stack.enter_context(_quiet())
         stack.enter_context(without_new_caches(module))
         install_recorders(module, kwargs)

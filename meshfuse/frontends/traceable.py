@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import CleanupHook
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.lists import TupleVariable
@@ -265,3 +266,21 @@ def others_traced() -> Iterator[None]:
         for name, method in methods.items():
             stack.enter_context(mock.patch.object(TensorVariable, name, method, create=True))
         yield
+
+
+@contextmanager
+def globals_removed() -> Iterator[None]:
+    """Afterwards remove the global variables that Dynamo makes in a forward's module: they keep the model alive."""
+    original, made = CleanupHook.create, list[CleanupHook]()
+
+    def noted(scope: dict[str, Any], name: str, value: Any) -> CleanupHook:
+        made.append(original(scope, name, value))
+        return made[-1]
+
+    with mock.patch.object(CleanupHook, "create", staticmethod(noted)):
+        try:
+            yield
+        finally:
+            for hook in made:
+                if hook.name in hook.scope:
+                    hook()
