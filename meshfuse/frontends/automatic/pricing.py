@@ -125,7 +125,7 @@ class Pricer:
         setting = Setting(plan, names, shapes, model.given.specs, model.line, {}, free=True, sync=sync)
         again = model.few.names if asked.recomputes else ()
         with recomputing(model.graph, again):
-            return OpenWriter(model.graph, setting).opened(self, asked.microbatches)
+            return OpenWriter(model.graph, setting).opened(self)
 
     def fitting(self, source: Source, places: tuple[Sharding, ...]) -> tuple[Sharding, ...]:
         """Of the places of an input those that go with the roles of axes; one that is given stays."""
@@ -198,8 +198,8 @@ class OpenWriter(JointWriter):
             return self.setting.specs.get(source.place)
         return (None,) * ndim if source.kind in ("buffer", "constant") else None
 
-    def opened(self, pricer: Pricer, microbatches: int) -> OpenStep:
-        """The step with its inputs open, of which there are so many in turn before gradients are summed."""
+    def opened(self, pricer: Pricer) -> OpenStep:
+        """The step with its inputs open; gradients are summed as the setting says."""
         made, _ = self.written()
         recording, mesh = made.fd.recording, self.setting.mesh
         views = {source: made.values[node] for node, source in self.graph.inputs if node in made.values}
@@ -218,10 +218,10 @@ class OpenWriter(JointWriter):
         few = pricer.model.few
         shared = Shared(
             tuple(few.names[i] for i in few.kept), self.of_forward, weights, made_gradients(graph, of_weights),
-            states, microbatches > 1,
+            states, self.setting.sync.leaves,
         )  # fmt: skip
         rows = [i for i, s in sources.items() if s.kind == "argument" and s.place in pricer.model.batch]
-        batch = tuple(rows) if microbatches > 1 else ()
+        batch = tuple(rows) if self.setting.sync.leaves else ()
         return OpenStep(graph, mesh, inputs, shared, sources, batch, self._said, self.setting.names)
 
     def _said(self, source: Source, sharding: Sharding | None) -> Spec:
