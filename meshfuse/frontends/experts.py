@@ -7,19 +7,23 @@ one is chosen there; it is written in the ops of this file, which stand for `fd.
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from ..argument_checks import as_int
 from ..errors import MeshfuseError, SourceLine, caller_line, shown, user_error
 from ..mesh import DeviceMesh
 from .patterns import matching, nearest
-from .plan_value import Spec
+from .plan_value import Spec, axes_in
 
 _NAME = "meshfuse"
 _MARK = "_meshfuse_exchanges"
@@ -31,27 +35,60 @@ class Experts:
 
     axes: the axis, or axes, that the experts of each layer are cut over. Tokens are usually cut over them, too.
     modules: patterns of the modules that have experts, or of modules right above these; None for all there are.
+    capacity: None, and no row is dropped. Else each expert has room for so many times the rows that it had if all had
+        as many, in each group of tokens; the last ones beyond that give nothing (GShard, Lepikhin et al. 2021). All
+        sizes are then known before a step runs.
+    groups: how many groups of neighbouring tokens fill that room by themselves; None for as many as ranks share the
+        batch, whose tokens then go to experts and back by one all-to-all each. What is dropped follows from it.
 
-    Any number of experts goes over any number of ranks, and no row is dropped. Raises DefinitionError for what is none
-    of these.
+    Any number of experts goes over any number of ranks. Raises DefinitionError for what is none of these.
     """
 
     axes: tuple[str, ...]
     modules: tuple[str, ...] | None
+    capacity: float | None
+    groups: int | None
 
     def __init__(
-        self, axes: str | Sequence[str], modules: str | Sequence[str] | None = None, capacity: float | None = None
-    ) -> None:
+        self, axes: str | Sequence[str], modules: str | Sequence[str] | None = None, capacity: float | None = None,
+        groups: int | None = None,
+    ) -> None:  # fmt: skip
         line = caller_line()
         given = (axes,) if isinstance(axes, str) else axes
         if not isinstance(given, (list, tuple)) or not given or not all(isinstance(axis, str) for axis in given):
             raise user_error("Experts: axes", shown(axes), "the name of an axis, or of several", "", line)
-        if capacity is not None:
-            raise user_error("Experts: capacity", shown(capacity), "None: no row is dropped, and no buffer padded",
-                             "Leave it out.", line)  # fmt: skip
+        is_number = isinstance(capacity, (int, float)) and not isinstance(capacity, bool)
+        if capacity is not None and not (is_number and 0 < capacity < math.inf):
+            raise user_error("Experts: capacity", shown(capacity), "a number above 0, or None: no row is dropped",
+                             "Pass 1.25, or leave it out.", line)  # fmt: skip
+        if groups is not None and (capacity is None or (as_int(groups) or 0) < 1):
+            needed = "a number from 1 on" if capacity is not None else "a capacity, which each group has"
+            raise user_error("Experts: groups", shown(groups), needed, "Leave it out.", line)
         patterns = (modules,) if isinstance(modules, str) else None if modules is None else tuple(modules)
         object.__setattr__(self, "axes", tuple(given))
         object.__setattr__(self, "modules", patterns)
+        object.__setattr__(self, "capacity", capacity)
+        object.__setattr__(self, "groups", groups)
+
+    def room(self, inputs: Iterable[Spec], mesh: DeviceMesh) -> Room | None:
+        """The room of every expert of a model with these inputs; None where no row is dropped."""
+        if self.capacity is None:
+            return None
+        batch = max((math.prod(map(mesh.axis_size, axes_in([spec[:1]]))) for spec in inputs), default=1)
+        return Room(*Fraction(self.capacity).limit_denominator(10_000).as_integer_ratio(), self.groups or batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Room for rows: a part (`times` / `parts`) of what an expert gets if all get as much, in each group of tokens."""
+
+    times: int
+    parts: int
+    groups: int
+
+    def rows(self, tokens: int, chosen: int, experts: int) -> int:
+        """Of one expert for one group of so many tokens, each of which chooses some experts."""
+        return -(-tokens * chosen * self.times // (experts * self.parts))
 
 
 def checked_experts(experts: Any, mesh: DeviceMesh, line: SourceLine) -> Experts | None:
@@ -144,17 +181,24 @@ def expert_specs(
 # while a model is captured
 
 
+@dataclass(frozen=True, slots=True)
+class _Sending:
+    """What a module is marked with. It outlives the capture, whose guards read it."""
+
+    room: Room | None
+
+
 @contextmanager
-def exchanging(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """In this context these modules send rows to experts, whatever transformers would do."""
+def exchanging(module: nn.Module, names: Mapping[str, Room | None]) -> Iterator[None]:
+    """In this context these modules send rows to experts, whatever transformers would do; some have room for so many."""
     parts: list[Any] = [module.get_submodule(name) for name in names]
     configs = {id(part.config): part.config for part in parts}.values()
     before = [(config, config._experts_implementation) for config in configs]
     if parts:
         sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
     try:
-        for part in parts:
-            setattr(part, _MARK, True)
+        for part, room in zip(parts, names.values(), strict=True):
+            setattr(part, _MARK, _Sending(room))
         for config in configs:
             config._experts_implementation = _NAME
         yield
@@ -170,17 +214,78 @@ def _forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any
     if not hasattr(self, _MARK):  # one that the user's patterns leave out
         moe: Any = sys.modules["transformers.integrations.moe"]
         return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
-    weight = self.down_proj
-    rows, expert = dispatch(hidden_states.to(weight.dtype), top_k_index, self.num_experts)
-    if _is_swiglu(self):
-        inner = swiglu(linear(rows, expert, self.gate_up_proj, not self.is_transposed))
+    x, room = hidden_states.to(self.down_proj.dtype), getattr(self, _MARK).room
+    sent = _Exact.of(self, x, top_k_index) if room is None else _InRoom.of(self, x, top_k_index, room)
+    if room is None and _is_swiglu(self):
+        inner = swiglu(sent.times(sent.rows, self.gate_up_proj))
     elif self.has_gate:
-        gate, up = (linear(rows, expert, half, not self.is_transposed) for half in _halves(self))
+        gate, up = (sent.times(sent.rows, half) for half in _halves(self))
         inner = self.act_fn(gate) * up
     else:
-        inner = self.act_fn(linear(rows, expert, self.up_proj, not self.is_transposed))
-    back = collect(linear(inner, expert, weight, not self.is_transposed), top_k_index)
+        inner = self.act_fn(sent.times(sent.rows, self.up_proj))
+    back = sent.back(sent.times(inner, self.down_proj))
     return (back * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+
+class _Exact(NamedTuple):
+    """Rows at their experts, none dropped."""
+
+    rows: torch.Tensor
+    expert: torch.Tensor
+    chosen: torch.Tensor
+    is_transposed: bool
+
+    @classmethod
+    def of(cls, part: Any, x: torch.Tensor, chosen: torch.Tensor) -> _Exact:
+        return cls(*dispatch(x, chosen, part.num_experts), chosen, part.is_transposed)
+
+    def times(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Rows times the matrices of their experts."""
+        return linear(rows, self.expert, weight, not self.is_transposed)
+
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        """[tokens, chosen, width]: rows of experts at their tokens."""
+        return collect(rows, self.chosen)
+
+
+class _InRoom(NamedTuple):
+    """Rows in the room that their experts have for each group of tokens: [experts, groups * room, width].
+
+    place: [groups, rows of a group] where each row lies among those of all experts; behind them if there is no room.
+    """
+
+    rows: torch.Tensor
+    place: torch.Tensor
+    tokens: int
+    chosen: int
+    is_transposed: bool
+
+    @classmethod
+    def of(cls, part: Any, x: torch.Tensor, chosen: torch.Tensor, room: Room) -> _InRoom:
+        (tokens, choices), groups, experts = chosen.shape, room.groups, part.num_experts
+        of_group = -(-tokens // groups)
+        missing = groups * of_group - tokens
+        chosen, x = F.pad(chosen, (0, 0, 0, missing), value=experts), F.pad(x, (0, 0, 0, missing))
+        most, expert = room.rows(of_group, choices, experts), chosen.reshape(groups, -1)
+        is_here = F.one_hot(expert, experts + 1)[..., :experts]
+        before = (is_here.cumsum(1) * is_here).sum(-1) - 1  # of the same expert, in its group; -1 for a missing token
+        place = torch.where((before >= 0) & (before < most), expert * most + before, experts * most)
+        copies = x.unsqueeze(1).expand(-1, choices, -1).reshape(groups, of_group * choices, -1)
+        empty = copies.new_zeros((groups, experts * most + 1, x.shape[-1]))
+        filled = empty.scatter(1, place.unsqueeze(-1).expand_as(copies), copies)[:, :-1]
+        rows = filled.unflatten(1, (experts, most)).transpose(0, 1).flatten(1, 2)
+        return cls(rows, place, tokens, choices, part.is_transposed)
+
+    def times(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Rows times the matrices of their experts."""
+        return torch.bmm(rows, weight if self.is_transposed else weight.transpose(1, 2))
+
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        """[tokens, chosen, width]: rows of experts at their tokens; zeros for those that had no room."""
+        of_groups = rows.unflatten(1, (self.place.shape[0], -1)).transpose(0, 1).flatten(1, 2)
+        padded = F.pad(of_groups, (0, 0, 0, 1))
+        found = padded.gather(1, self.place.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
+        return found.reshape(-1, self.chosen, rows.shape[-1])[: self.tokens]
 
 
 def _is_swiglu(part: Any) -> bool:

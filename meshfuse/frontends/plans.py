@@ -21,7 +21,7 @@ from ..definition.units import dim_to_cut
 from ..errors import MeshfuseError, SourceLine, shown, user_error
 from ..mesh import DeviceMesh
 from ..sharding.layout import Split
-from .experts import Experts, expert_modules, expert_specs
+from .experts import Experts, Room, expert_modules, expert_specs
 from .fsdp import units_of, without_axes
 from .patterns import matching, nearest
 from .plan_value import Plan, Spec, axes_in
@@ -59,7 +59,8 @@ class ModulePlan:
     units: by parameter the unit with which it is gathered.
     tensor_axis: the axis of tensor parallelism; None where no style names one.
     is_free: whether parameters may be moved along all axes, as an automatic plan has found.
-    experts: the modules whose experts are cut over ranks, to which rows of tokens go.
+    experts: the modules whose experts are cut over ranks, to which rows of tokens go, and for how many each has room;
+        None where no row is dropped.
     """
 
     mesh: DeviceMesh
@@ -69,7 +70,7 @@ class ModulePlan:
     tensor_axis: str | None = None
     units: Mapping[str, str] = field(default_factory=dict)
     is_free: bool = False
-    experts: tuple[str, ...] = ()
+    experts: Mapping[str, Room | None] = field(default_factory=dict)
 
     @property
     def fsdp(self) -> tuple[str, ...]:
@@ -112,21 +113,21 @@ def module_plan(
     """
     sharding = _sharding(mesh, fsdp, line)
     cut_over = sharding.axes if sharding is not None else ()
-    is_free, exchanged = isinstance(plan, Plan), [*plan.experts] if isinstance(plan, Plan) else []
+    is_free, exchanged = isinstance(plan, Plan), dict.fromkeys(plan.experts if isinstance(plan, Plan) else ())
     plan = plan.parameters if isinstance(plan, Plan) else plan
     entries = _entries(module, plan, line)
     reader = _Reader(module, mesh, cut_over, inputs, line)
     for pattern, value in entries.items():
         reader.read(pattern, value, strict=not isinstance(plan, str))
     if experts is not None:
-        exchanged = expert_modules(module, experts, line)
-        reader.specs |= expert_specs(module, exchanged, experts, reader.specs)
+        exchanged = dict.fromkeys(expert_modules(module, experts, line), experts.room(inputs.values(), mesh))
+        reader.specs |= expert_specs(module, [*exchanged], experts, reader.specs)
     sizes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     found = {name: _with_fsdp(reader.specs.get(name), shape, mesh, cut_over) for name, shape in sizes.items()}
     for name, spec in found.items():
         layouts_of_spec(name, mesh, spec, len(sizes[name]), line)
     units = units_of(module, sharding) if sharding is not None else {}
-    return ModulePlan(mesh, found, reader.outputs, sharding, reader.tensor_axis, units, is_free, tuple(exchanged))
+    return ModulePlan(mesh, found, reader.outputs, sharding, reader.tensor_axis, units, is_free, exchanged)
 
 
 def _sharding(mesh: DeviceMesh, fsdp: Any, line: SourceLine) -> FSDP | None:

@@ -184,7 +184,7 @@ def _captured(
     dynamic = {arguments.names[i]: [0] for i in batch}
 
     def trace(instead: Mapping[int, int]) -> Captured:
-        with exchanging(module, experts) if experts else nullcontext():
+        with exchanging(module, dict.fromkeys(experts)) if experts else nullcontext():
             return captured_loss(whole, arguments, torch.device("cpu"), None, line, dynamic, instead, "left")
 
     found = with_open_sizes(trace, arguments, [(i, 0) for i in batch])
