@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -154,10 +155,19 @@ class _Forked(subprocess.Popen):  # type: ignore[type-arg]
             os.environ.update(env if env is not None else {})
             atexit._clear()
             sys.excepthook = sys.__excepthook__
+            _forget_closed_files()
             _as_if_imported_now()
             _run_script(words)
         finally:
             os._exit(99)
+
+
+def _forget_closed_files() -> None:
+    """multiprocessing keeps numbers of files that were closed here, and writes there as soon as a lock is made (tqdm's
+    is, in any capture): into a socket of the rank's, to which the kernel has given the number.
+    """
+    for owner in (resource_tracker._resource_tracker, forkserver._forkserver):
+        type(owner).__init__(owner)
 
 
 def _as_if_imported_now() -> None:
