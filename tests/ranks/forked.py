@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib.util
 import multiprocessing
 import os
 import runpy
@@ -26,11 +27,14 @@ _PRELOADED = [
     "meshfuse.fusion_definition", "meshfuse.runtime.launcher", "meshfuse.frontends.parallel_module",
     "meshfuse.checkpoint.api", "forked",
 ]  # fmt: skip
+# In the environment that has it.
+_THUNDER = ["thunder.distributed.transforms.ddp_v2", "thunder.distributed.transforms.fsdp_v2", "meshfuse.thunder"]
 # What `meshfuse doctor --links` has ranks run.
 _OF_DOCTOR = ["-m", "meshfuse.runtime.link_probe"]
 _READ_ONCE = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(_PRELOADED)
+_thunder = importlib.util.find_spec("thunder")  # The folder of its tests is found under the name, without an origin.
+_CONTEXT.set_forkserver_preload(_PRELOADED + (_THUNDER if _thunder and _thunder.origin else []))
 
 
 def start_job(
