@@ -89,9 +89,8 @@ def run(model: nn.Module, *arguments: torch.Tensor) -> torch.Tensor:
 
 
 TRAINED: dict[str, tuple[mf.DeviceMesh, mf.Context, dict[str, Any]]] = {
-    "ring, fsdp over both": (PLANE, RING, {"fsdp": ["dp", "cp"]}),
+    "ring, fsdp over both, computed again": (PLANE, RING, {"fsdp": ["dp", "cp"], "checkpoint": "layers.*"}),
     "ring, tp": (mf.DeviceMesh((2, 2), ("cp", "tp")), RING, {"plan": GPT_PLAN}),
-    "ring, computed again": (PLANE, RING, {"checkpoint": "layers.*"}),
     "ulysses, tp": (mf.DeviceMesh((2, 2), ("cp", "tp")), ULYSSES, {"plan": GPT_PLAN}),
     "ulysses, fsdp, computed again": (PLANE, ULYSSES, {"fsdp": "dp", "checkpoint": "layers.*"}),
 }
@@ -121,6 +120,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 @pytest.mark.parametrize("name", CASES)
 def test_attention_of_any_kind_is_as_in_eager_torch(name: str, method: str) -> None:
