@@ -18,14 +18,8 @@ from .default_machine import default_machine, described
 from .definition.recording import Recording
 from .errors import RankError, SourceLine, caller_line
 from .executor.argument_guards import ArgumentGuards, Options
-from .executor.arguments import (
-    Inputs,
-    check_count,
-    check_global_shapes,
-    check_numbers,
-    global_shapes,
-    split_arguments,
-)
+from .executor.argument_shapes import check_global_shapes, global_shapes
+from .executor.arguments import Inputs, check_count, check_numbers, split_arguments
 from .executor.dtensor import GivenDTensor, dtensors_of, local_parts, output_specs, wrap_outputs
 from .executor.graphs import Captured, check_capturable, check_groups, watched
 from .executor.segments import Segments

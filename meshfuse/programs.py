@@ -11,7 +11,8 @@ from .automatic_plan import AutoPlan, automatic_plan
 from .compiler import CompiledProgram, compile_definition
 from .definition.recording import Recording
 from .errors import DefinitionError, SourceLine, caller_line, located, user_error
-from .executor.arguments import Inputs, compile_shapes, scalar_values, with_open_sizes
+from .executor.argument_shapes import compile_shapes, with_open_sizes
+from .executor.arguments import Inputs, scalar_values
 from .executor.dtensor import as_dtensor, placeable
 from .graph import shape_scalars
 from .mesh import DeviceMesh

@@ -101,11 +101,16 @@ def _check_names(files: tuple[str, ...]) -> None:
 
 def _calls(files: tuple[str, ...]) -> _Counts:
     _check_names(files)
+    watched: dict[str, bool] = {}  # It is asked at each call of the process.
 
     def counts(frame: FrameType, event: str, arg: Any) -> bool:
-        code = frame.f_code  # What is raised in a generator's last moment is lost.
-        watched = code.co_name != "<genexpr>" and _is_one(code.co_filename, files)
-        return watched and event in ("call", "c_return")
+        if event not in ("call", "c_return"):
+            return False
+        code = frame.f_code
+        file = code.co_filename
+        if file not in watched:
+            watched[file] = _is_one(file, files)
+        return watched[file] and code.co_name != "<genexpr>"  # What is raised in its last moment is lost.
 
     return counts
 

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.slow
 # ways to pick a token.
 SAMPLED_OUT = {
     "rolls/states_that_go_from_stage_to_stage_backward", "rolls/derivatives_on_a_round_grid",
-    "convolutions/its_backward",
+    "rolls/attention_to_places_before_backward", "convolutions/its_backward",
+    "convolutions/strided_convolution_of_what_is_padded_before_its_relu",
+    "convolutions/convolution_behind_zeros_in_a_row_backward",
     "convolutions/blur_of_images_split_both_ways", "picked/logits_of_one_token_by_take_expanded",
     "picked/logits_of_one_token_by_select", "picked/logits_of_one_token_by_take",
 }  # fmt: skip

@@ -89,9 +89,8 @@ def run(model: nn.Module, *arguments: torch.Tensor) -> torch.Tensor:
 
 
 TRAINED: dict[str, tuple[mf.DeviceMesh, mf.Context, dict[str, Any]]] = {
-    "ring, fsdp over both": (PLANE, RING, {"fsdp": ["dp", "cp"]}),
+    "ring, fsdp over both, computed again": (PLANE, RING, {"fsdp": ["dp", "cp"], "checkpoint": "layers.*"}),
     "ring, tp": (mf.DeviceMesh((2, 2), ("cp", "tp")), RING, {"plan": GPT_PLAN}),
-    "ring, computed again": (PLANE, RING, {"checkpoint": "layers.*"}),
     "ulysses, tp": (mf.DeviceMesh((2, 2), ("cp", "tp")), ULYSSES, {"plan": GPT_PLAN}),
     "ulysses, fsdp, computed again": (PLANE, ULYSSES, {"fsdp": "dp", "checkpoint": "layers.*"}),
 }
@@ -121,8 +120,14 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
-@pytest.mark.parametrize("name", CASES)
+# One method for each kind in turn, but where a ring pads rows that no mask hides.
+KINDS = [
+    pytest.param(name, method, marks=pytest.mark.sampled if (i + j) % 2 and name != "rows that do not divide" else ())
+    for i, name in enumerate(CASES) for j, method in enumerate(("ring", "ulysses"))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "method"), KINDS)
 def test_attention_of_any_kind_is_as_in_eager_torch(name: str, method: str) -> None:
     options, rows = CASES[name]
     model, eager = pair(lambda: Attention(**options).double())

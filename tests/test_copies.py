@@ -89,6 +89,7 @@ def test_numbers_are_those_of_torch_and_bits_those_of_copies_outside(name: str) 
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MOVED)
 def test_compiled_kernels_have_the_copies_in_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHFUSE_BACKEND", "inductor")

@@ -113,7 +113,7 @@ def outcome(fd: mf.FusionDefinition, sample: Sample) -> list[torch.Tensor] | Non
 @pytest.mark.sampled(1)
 def test_a_wrong_argument_is_refused_or_means_the_same_on_every_mesh(name: str, pytestconfig: pytest.Config) -> None:
     tried = set[str]()
-    for sample in calls(name, 1 if pytestconfig.getoption("--all-cases") else 2):
+    for sample in calls(name, 1 if pytestconfig.getoption("--all-cases") else 3):
         arguments = f"{sample.args} {sample.kwargs}"
         fd = definition(name, sample)
         if fd is None or (text := repr(fd)) in tried:  # Many a wrong value is another way to write another one.

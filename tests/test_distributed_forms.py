@@ -148,6 +148,7 @@ CHEAPEST = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "spec"), CHEAPEST)
 def test_an_op_over_a_sharded_dim_computes_what_torch_does(name: str, spec: str) -> None:
     build, reference, *_ = CASES[name]

@@ -144,7 +144,7 @@ def test_gradients_of_a_program_are_those_of_autograd(name: str) -> None:
     _assert_close(fd.simulate(PROGRAMS[name][2]), _wanted(name))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.usefixtures("over_whole_axes")

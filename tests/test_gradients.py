@@ -141,6 +141,7 @@ def _operands(name: str, call: Call, sample: Sample) -> list[torch.Tensor]:
     return operands_of(call, sample)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("opened", OPENED)
 @pytest.mark.parametrize(("name", "place"), DIFFERENTIABLE)
 def test_gradients_of_an_op_are_those_of_autograd(name: str, place: int, opened: str) -> None:
@@ -161,6 +162,7 @@ def test_the_ops_without_derivative_are_known() -> None:
 MESH = mf.DeviceMesh((3,), ("x",))
 
 
+@pytest.mark.sampled(2)  # test_op_rules.py has all samples
 @pytest.mark.parametrize(("name", "place"), DIFFERENTIABLE)
 def test_gradients_of_an_op_are_the_same_however_an_operand_is_sharded(name: str, place: int) -> None:
     sample = wide_sample(name, place)

@@ -30,7 +30,7 @@ MESH = mf.DeviceMesh((4,), ("tp",))
 INSTRUCTIONS = (*get_args(Instruction), Kernel)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("first", range(0, COUNT, AT_ONCE))
 @pytest.mark.filterwarnings("ignore::meshfuse.PlanWarning")
 def test_random_programs_are_planned_as_before(first: int) -> None:

@@ -171,7 +171,7 @@ def test_activations_that_do_not_fit_are_computed_again() -> None:
     assert whole.recomputes and whole.microbatches == 1 and whole.memory <= 0.7 * free.memory
 
 
-@pytest.mark.parametrize(("layers", "kinds"), [(3, 1), (9, 1), (12, 2), (2, 1)])
+@pytest.mark.parametrize(("layers", "kinds"), [(3, 1), (12, 2), (2, 1)])
 def test_few_layers_stand_for_all(layers: int, kinds: int) -> None:
     """The plan of a few layers of each kind costs what that of all layers costs."""
     with torch.device("meta"):

@@ -45,6 +45,7 @@ def test_help_says_how_an_op_is_called() -> None:
     assert fd.ops.log_softmax.__doc__.splitlines()[0] == "log_softmax(x, dim=-1, dtype=None)"
 
 
+@pytest.mark.sampled(2)  # test_op_rules.py has all samples
 @pytest.mark.parametrize(("name", "place"), RUNNABLE)
 def test_an_op_of_a_definition_is_right_however_an_operand_is_annotated(name: str, place: int) -> None:
     sample = OPS[name].samples()[place]

@@ -62,6 +62,7 @@ def _assert_same(pairs: Sequence[Pair]) -> None:
 CASES = [(*pair, n) for pair in DIFFERENTIABLE for n in sorted({1, len(_float_results(*pair))})]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("numbers", ["any", "zeros and ties"])
 @pytest.mark.parametrize(("name", "place", "results"), CASES)
 def test_second_gradients_of_an_op_are_those_of_autograd(name: str, place: int, results: int, numbers: str) -> None:

@@ -168,7 +168,7 @@ def reshards(draw: st.DrawFn) -> mf.FusionDefinition:
 @pytest.mark.fuzz
 @pytest.mark.timeout(900)
 def test_no_reshard_moves_more_than_shardys_however_small_the_tensor() -> None:
-    @settings(max_examples=examples(30))
+    @settings(max_examples=examples(18))
     @given(reshards())
     def check(fd: mf.FusionDefinition) -> None:
         found, ours = shardys(fd), fd.bill()
@@ -195,7 +195,7 @@ def test_no_sum_over_sharded_dims_moves_more_than_shardys() -> None:
         fd.shard(made, draw(layouts(mesh, sizes[1:], parts=False)))
         return fd
 
-    @settings(max_examples=examples(30))
+    @settings(max_examples=examples(18))
     @given(sums())
     def check(fd: mf.FusionDefinition) -> None:
         found, ours = shardys(fd), fd.bill()

@@ -113,6 +113,7 @@ def _bags(x: torch.Tensor, y: torch.Tensor) -> Made:
     ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "function", [_solving, _factoring, _ordering, _transforms, _images, _by_index, _in_memory, _bags]
 )

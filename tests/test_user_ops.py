@@ -21,7 +21,7 @@ from user_ops import DOUBLE, USERS, scaled_product
 @pytest.mark.slow
 @pytest.mark.parametrize("op", USERS, ids=lambda op: op.name)
 def test_ops_made_of_a_torch_function_are_right(op: mf.OpDef) -> None:
-    check_op(op, max_examples=12)
+    check_op(op, max_examples=6)
 
 
 @pytest.fixture

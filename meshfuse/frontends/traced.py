@@ -13,7 +13,7 @@ from ..definition import applying
 from ..definition.tensor_view import TensorView
 from ..dtypes import DataType
 from ..errors import SourceLine
-from ..executor.arguments import compile_shapes
+from ..executor.argument_shapes import compile_shapes
 from ..fusion_definition import FusionDefinition
 from ..graph import Graph
 from ..ops.opdef import OpDef

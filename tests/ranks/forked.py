@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib.util
 import multiprocessing
 import os
 import runpy
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -25,11 +27,14 @@ _PRELOADED = [
     "meshfuse.fusion_definition", "meshfuse.runtime.launcher", "meshfuse.frontends.parallel_module",
     "meshfuse.checkpoint.api", "forked",
 ]  # fmt: skip
+# In the environment that has it.
+_THUNDER = ["thunder.distributed.transforms.ddp_v2", "thunder.distributed.transforms.fsdp_v2", "meshfuse.thunder"]
 # What `meshfuse doctor --links` has ranks run.
 _OF_DOCTOR = ["-m", "meshfuse.runtime.link_probe"]
 _READ_ONCE = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(_PRELOADED)
+_thunder = importlib.util.find_spec("thunder")  # The folder of its tests is found under the name, without an origin.
+_CONTEXT.set_forkserver_preload(_PRELOADED + (_THUNDER if _thunder and _thunder.origin else []))
 
 
 def start_job(
@@ -154,10 +159,19 @@ class _Forked(subprocess.Popen):  # type: ignore[type-arg]
             os.environ.update(env if env is not None else {})
             atexit._clear()
             sys.excepthook = sys.__excepthook__
+            _forget_closed_files()
             _as_if_imported_now()
             _run_script(words)
         finally:
             os._exit(99)
+
+
+def _forget_closed_files() -> None:
+    """multiprocessing keeps numbers of files that were closed here, and writes there as soon as a lock is made (tqdm's
+    is, in any capture): into a socket of the rank's, to which the kernel has given the number.
+    """
+    for owner in (resource_tracker._resource_tracker, forkserver._forkserver):
+        type(owner).__init__(owner)
 
 
 def _as_if_imported_now() -> None:

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.ranks
 INPUTS = {"x": ["dp", None], "y": ["dp", None]}
 PLAN = {"up": "colwise", "down": "rowwise"}
 SETUPS = {
-    "data parallel": ((2, 1), None, {}), "data and tensor": ((2, 2), PLAN, {}),
-    "fully sharded": ((2, 1), None, {"fsdp": "dp"}), "sharded and tensor": ((2, 2), PLAN, {"fsdp": "dp"}),
+    "data parallel": ((2, 1), None, {}), "fully sharded": ((2, 1), None, {"fsdp": "dp"}),
+    "sharded and tensor": ((2, 2), PLAN, {"fsdp": "dp"}),
     "mixed": ((2, 1), None, {"fsdp": "dp", "precision": mf.Precision(reduce=torch.float64)}),
 }  # fmt: skip
 WIDTH, ROWS = 8, 256

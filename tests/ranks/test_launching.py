@@ -50,6 +50,18 @@ def test_launcher_shows_all_output_with_its_option(job):
     assert sorted(loud.stdout.splitlines()) == ["[rank 1] out 1", "[rank 2] out 2", "out 0"]
 
 
+def test_a_forked_rank_writes_into_no_file_that_the_launcher_had(job):
+    """As a process of its own: what its libraries know of files is of those that it has opened itself."""
+    script = """
+    import multiprocessing, select, socket
+    pairs = [socket.socketpair() for _ in range(40)]
+    multiprocessing.RLock(), multiprocessing.Value("i")
+    ends = [end for pair in pairs for end in pair]
+    print(select.select(ends, [], [], 0.1)[0], len({end.fileno() for end in ends}))
+    """
+    assert job(script, *LAUNCHER, "--ranks", "1").stdout == "[] 80\n"
+
+
 def test_lines_of_ranks_are_not_mixed_where_they_write_in_pieces(job):
     script = "import os\nfor i in range(4000): print('line', os.environ['RANK'], i)"
     loud = job(script, *LAUNCHER, "--ranks", "3", "--all-output", real=True, PYTHONUNBUFFERED="1")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
+from rank_pool import base_environment
 
 import meshfuse as mf
 
@@ -148,10 +149,8 @@ def test_a_stage_that_is_killed_is_named(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "meshfuse", "run", "--ranks", "2", str(script)], capture_output=True, text=True,
-        timeout=100, env={**os.environ, "MESHFUSE_SEARCH": "fast"}, check=False,
-    )  # fmt: skip
+    words = ["-m", "meshfuse", "run", "--ranks", "2", str(script)]
+    done = forked.finished(words, base_environment(MESHFUSE_SEARCH="fast"), tmp_path, 100)
     assert done.returncode and time.monotonic() - start < 100
     assert "rank 1 was killed by SIGKILL" in done.stderr
     assert "the backward of stage 0, micro-batch 0" in done.stderr

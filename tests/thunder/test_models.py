@@ -18,7 +18,7 @@ import thunder
 MESH = mf.DeviceMesh((2,), ("tp",))
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"gpt"}))  # "layers" is two of it
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"gpt", "llama"}))  # "layers" has two of both
 def test_trains_as_eager_does_by_one_region_forward_and_one_backward(name: str) -> None:
     pair = Pair.make(name, MESH)
     optimizer = ADAM if name == "layers" else SGD

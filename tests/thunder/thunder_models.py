@@ -124,15 +124,15 @@ class Case:
 MLP_PLAN = {"fc1": "colwise", "fc2": "rowwise"}
 LLAMA_PLAN = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise", "gate": "colwise", "up": "colwise",
               "down": "rowwise"}  # fmt: skip
-GPT_PLAN = {**{f"h.*.{name}": style for name, style in LLAMA_PLAN.items()}, "wte": "embedding_rowwise",
-            "lm_head": "colwise"}  # fmt: skip
+ENDS_PLAN = {"wte": "embedding_rowwise", "lm_head": "colwise"}
+GPT_PLAN = {**{f"h.*.{name}": style for name, style in LLAMA_PLAN.items()}, **ENDS_PLAN}
 CASES = {
     "mlp": Case(Mlp, MLP_PLAN),
     "block": Case(Block, {"qkv": "colwise", "out": "rowwise", "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}),
     "llama": Case(Llama, LLAMA_PLAN),
     "gpt": Case(Gpt, GPT_PLAN, tokens=True),
     "layers": Case(lambda: Gpt(2), GPT_PLAN, tokens=True),
-    "tied": Case(lambda: Gpt(tied=True), GPT_PLAN, tokens=True),
+    "tied": Case(lambda: Gpt(0, tied=True), ENDS_PLAN, tokens=True),
 }
 SGD, ADAM = (lambda p: torch.optim.SGD(p, 0.1)), (lambda p: torch.optim.AdamW(p, 0.01))
 
