@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules import module as nn_module
 from torch.nn.utils import parametrizations
 
 import meshfuse as mf
@@ -76,6 +77,65 @@ def test_a_model_that_is_changed_between_calls_runs_as_it_is_then(change: str) -
     wanted = eager(rows())
     assert difference(wanted, before) > 1e-2
     assert difference(model(rows()), wanted) < 1e-5
+
+
+def _noting(noted: list[float]) -> Callable[..., Any]:
+    def hook(module: nn.Module, *given: Any) -> None:
+        noted.append(sum(float(t.detach().abs().sum()) for t in given[-1] if t is not None))
+
+    return hook
+
+
+HOOKS: dict[str, Callable[[nn.Module], object]] = {
+    "before": lambda model: model.register_forward_pre_hook(lambda module, given: (given[0] * 2,)),
+    "before, with keywords": lambda model: model.register_forward_pre_hook(
+        lambda module, given, named: ((given[0] * 2,), named), with_kwargs=True
+    ),
+    "behind": lambda model: model.register_forward_hook(doubled),
+    "before the backward": lambda model: model.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 2,)),
+    "of gradients of weights": lambda model: model.up.weight.register_hook(lambda gradient: gradient * 2),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_of_the_whole_model_runs_once(hook: str) -> None:
+    """Around the program, and not in it as well."""
+    model, eager = pair()
+    for call in range(2):
+        for each in (model, eager):
+            each.zero_grad()
+            if call == 0:
+                HOOKS[hook](each)
+            each(rows()).square().sum().backward()
+        assert gradients_differ_by(model, eager) < 1e-5
+
+
+def test_what_hooks_of_the_whole_model_see() -> None:
+    seen: tuple[list[float], list[float]] = [], []
+    for each, noted in zip(pair(), seen, strict=True):
+        each.register_full_backward_hook(_noting(noted))
+        each(rows().requires_grad_()).square().sum().backward()
+    assert len(seen[0]) == 1 and seen[0] == pytest.approx(seen[1])
+
+
+def test_a_hook_of_all_modules_is_said_to_run_around_the_whole() -> None:
+    model, eager = pair()
+    handle = nn_module.register_module_forward_hook(
+        lambda module, given, out: out * 2 if isinstance(module, Scaled) else None
+    )
+    try:
+        with pytest.warns(UserWarning, match="run around Scaled as a whole"):
+            assert difference(model(rows()), eager(rows())) < 1e-6
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_backward_hook_inside_of_a_model_says_where_to_put_it(hook: str) -> None:
+    model, _ = pair()
+    getattr(model.down, hook)(lambda module, *given: None)
+    with pytest.raises(ValueError, match="a backward hook of a module inside.*Register it on the model itself"):
+        model(rows())
 
 
 def test_a_hook_that_is_removed_runs_no_more() -> None:

@@ -42,6 +42,16 @@ from .size_guards import NO_GUARDS, guards_of
 from .traceable import globals_removed, others_traced
 
 Stores = Literal["results", "left", "refused"]
+_HOOKS_OF_GRADIENTS = (
+    (
+        "Module-level backwards hooks", "a backward hook of a module inside of it", "one of the whole model or a tensor",
+        "Register it on the model itself, or call register_hook on a tensor in the module's forward.",
+    ),
+    (
+        "Tensor.retain_grad()", "retain_grad() of a tensor that the forward makes", "a result",
+        "Return the tensor, and take its gradient of the result.",
+    ),
+)  # fmt: skip
 _CLASS = re.compile(r"<class '([^']+)'>")
 # What torch raises where it cannot trace: errors of its own, and those of the ops that it runs on fake tensors.
 _NOT_TRACED = (TorchDynamoException, UserError, RuntimeError, AssertionError, LookupError, TypeError, ValueError)
@@ -403,6 +413,9 @@ def not_captured(module: nn.Module, error: Exception, line: SourceLine, given: s
         return a_new_cache(_called(module), where)
     if "out.backend_input must not be None" in text:
         return user_error(f"{_called(module)} returns no tensor that its ops make", "", "at least one", "", where)
+    for words, found, needed, do in _HOOKS_OF_GRADIENTS:
+        if words in text:
+            return user_error(f"{_called(module)} cannot be captured", found, needed, do, where)
     if "pytree" in text and (named := _CLASS.search(text)) is not None:
         return _unregistered(_called(module), named[1], where)
     what = f"{_called(module)} is not one graph"
