@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -211,3 +214,44 @@ def test_gradients_of_gradients_are_an_error_and_not_wrong() -> None:
     weight = torch.randn(6, 8, requires_grad=True)
     wanted = penalty(lambda x: torch.sin(F.linear(x, weight)), weight)
     assert difference(penalty(lambda x: fd(x, weight)[0], weight), wanted) < 1e-5
+
+
+class Counting(Scaled):
+    """Counts its calls in a buffer that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+
+def test_a_buffer_that_is_not_saved_is_set_anew() -> None:
+    model = mf.parallelize(Counting(), MESH, PLAN, inputs={"x": ["dp", None]})
+    for _ in range(2):
+        model(rows())
+    assert int(model.calls) == 2 and "calls" not in model.state_dict()
+
+
+@pytest.mark.parametrize("save", [pickle.dumps, lambda model: torch.save(model, io.BytesIO())])
+def test_a_model_that_is_pickled_says_what_to_save(save: Callable[[Any], object]) -> None:
+    model, _ = pair()
+    with pytest.raises(mf.DefinitionError, match=r"a parallel Scaled is pickled.*Save model\.state_dict\(\)"):
+        save(model)
+
+
+def test_models_are_captured_in_threads() -> None:
+    """Tracing changes torch for the whole process: nothing of it may stay, and none may meet another."""
+    models = [pair() for _ in range(4)]
+
+    def differs(which: int) -> float:
+        model, eager = models[which]
+        for each in (model, eager):
+            each(rows()[: which + 1]).sum().backward()
+        return gradients_differ_by(model, eager)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        assert max(threads.map(differs, range(4))) < 1e-5
+    assert not torch.is_anomaly_enabled()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -53,6 +54,8 @@ _HOOKS_OF_GRADIENTS = (
     ),
 )  # fmt: skip
 _CLASS = re.compile(r"<class '([^']+)'>")
+# Tracing changes torch for the whole process, such as its list of trace functions: one thread at a time.
+_LOCK = threading.RLock()
 # What torch raises where it cannot trace: errors of its own, and those of the ops that it runs on fake tensors.
 _NOT_TRACED = (TorchDynamoException, UserError, RuntimeError, AssertionError, LookupError, TypeError, ValueError)
 
@@ -74,7 +77,7 @@ def captured(
 
     Raises DefinitionError where the forward is not one graph, with the user's line.
     """
-    with contextlib.ExitStack() as stack:
+    with _LOCK, contextlib.ExitStack() as stack:
         stack.enter_context(saying(f"capturing {_called(module)}"))
         stack.enter_context(globals_removed())
         stack.enter_context(_quiet())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -192,6 +193,20 @@ class ParallelModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A model of its own, with programs of its own. As copy.deepcopy makes it where nothing can be pickled."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises DefinitionError: programs, meshes and groups of ranks belong to this process."""
+        raise user_error(
+            f"a parallel {type(self).__name__} is pickled", "its programs and ranks", "its weights",
+            "Save model.state_dict(), by torch.save or mf.save, and make and parallelize the model anew to load it.",
+            line_in_script(sys._getframe(1), ("torch",)),
+        )  # fmt: skip
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The loss of a batch; where gradients are enabled they are added to those of the parameters.

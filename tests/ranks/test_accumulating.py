@@ -164,3 +164,31 @@ def test_micro_batches_of_a_pipeline_are_summed_over_ranks_once(ranks4: Any) -> 
         sums = [value for name, value in found.items() if "summed" in name]
         assert all(200 < value < 700 for value in sums)  # A stage's weights; four micro-batches would send four times.
         assert max(value for name, value in found.items() if "summed" not in name) < 1e-6
+
+
+def masked(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    counts = (target > 0.5).float()
+    return ((scores - target).square() * counts).sum() / counts.sum()
+
+
+def on_rank_masked() -> float:
+    """A loss whose micro-batches count different numbers of elements, which each rank of data knows a part of."""
+    model, eager = pair(Stages)
+    mf.parallelize(
+        model, mf.DeviceMesh((2, 2), ("pp", "dp")), inputs={"x": ["dp", None], "target": ["dp", None]}, loss=masked,
+        pipeline=mf.Pipeline("pp", "1f1b", 4, cut=["layers.1"]),
+    )  # fmt: skip
+    (x, y), rank = batch(1), mf.World.current().rank % 2
+    y[: ROWS // 3] = 0
+    found, wanted = [], masked(eager(x), y)
+    wanted.backward()
+    order = torch.arange(ROWS).view(4, 2, -1)[:, rank].flatten()  # Micro-batches are of a rank's own rows.
+    loss = model.step(x[order], y[order])
+    gradients = dict(eager.named_parameters())
+    for name, p in model.named_parameters():
+        found += [float((p.grad.full_tensor() - gradients[name].grad).abs().max())]
+    return max(abs(float(loss) - float(wanted)), *found)
+
+
+def test_a_masked_loss_of_a_pipeline_is_that_of_the_whole_batch(ranks4: Any) -> None:
+    assert max(ranks4.run(on_rank_masked, timeout=250)) < 1e-6
