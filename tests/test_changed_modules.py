@@ -137,7 +137,7 @@ def test_a_hook_of_all_modules_is_said_to_run_around_the_whole() -> None:
 def test_a_backward_hook_inside_of_a_model_says_where_to_put_it(hook: str) -> None:
     model, _ = pair()
     getattr(model.down, hook)(lambda module, *given: None)
-    with pytest.raises(ValueError, match="a backward hook of a module inside.*Register it on the model itself"):
+    with pytest.raises(ValueError, match=r"a backward hook of a module inside.*Register it on the model itself"):
         model(rows())
 
 

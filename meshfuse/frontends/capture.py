@@ -45,7 +45,7 @@ from .traceable import globals_removed, others_traced
 Stores = Literal["results", "left", "refused"]
 _HOOKS_OF_GRADIENTS = (
     (
-        "Module-level backwards hooks", "a backward hook of a module inside of it", "one of the whole model or a tensor",
+        "Module-level backwards hooks", "a backward hook of a module inside of it", "one of the whole model",
         "Register it on the model itself, or call register_hook on a tensor in the module's forward.",
     ),
     (

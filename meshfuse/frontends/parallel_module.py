@@ -213,9 +213,10 @@ class ParallelModule(nn.Module):
 
         The arguments are those of the forward, and with `loss=` the target behind them or as `target=`. Tensors of the
         batch are cut along their first dim into micro-batches, worked off as the pipeline's schedule says; the loss is
-        the mean of theirs by their rows, on every rank. Raises ArgumentError for fewer rows than micro-batches,
-        DefinitionError where the model cannot be cut, and RankError naming the stage, micro-batch and action where a
-        rank has failed.
+        that of the whole batch, on every rank, if it is a sum of means over rows, sums, and quotients of sums.
+
+        Raises ArgumentError for fewer rows than micro-batches, DefinitionError where the model cannot be cut, and
+        RankError naming the stage, micro-batch and action where a rank has failed.
         """
         return _stepper_of(self).step(args, kwargs, caller_line())
 

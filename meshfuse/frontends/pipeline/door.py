@@ -205,10 +205,8 @@ class Stepper:
         found = self._cut(call, args, all_stages(self.assignment), line)
         here, last = self.assignment.stages_here(), self.schedule.stages - 1
         programs = {stage: self._program(found, stage, stage) for stage in here}
-        counting = (
-            counting_program(found.loss, replace(found.setting, plan=self._plan_of(last))) if last in here else None
-        )
-        graph = found.loss.graph
+        setting, graph = replace(found.setting, plan=self._plan_of(last)), found.loss.graph
+        counting = counting_program(found.loss, setting) if last in here else None
         return Planned(
             tuple(found.stages), programs, found.loss_dtype, graph.module, graph.reads, found.loss, counting
         )  # fmt: skip
@@ -260,10 +258,8 @@ class Stepper:
         """By place of the arguments that are cut into micro-batches their rows."""
         shapes = {place: shape for place, shape in arguments.shapes.items() if shape}
         cut = [place for place in shapes if (spec := arguments.specs.get(place)) and spec[0] is not None]
-        first = next(iter(cut or shapes), None)
-        return {
-            place: shape[0] for place, shape in shapes.items() if first is not None and shape[0] == shapes[first][0]
-        }
+        rows = next((shapes[place][0] for place in cut or shapes), None)
+        return {place: shape[0] for place, shape in shapes.items() if shape[0] == rows}
 
     def _program(self, found: _CutModel, place: int, stage: int) -> StageProgram:
         """The program of a captured stage, on the ranks of a stage of the model."""

@@ -8,7 +8,6 @@ is added up of is computed for all micro-batches before the first forward.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -56,8 +55,9 @@ class Normalizer:
         value = sum((part * weight for part, weight in zip(parts, weights, strict=True)), torch.zeros_like(parts[0]))
         before = self.reduced
         for node in self.chain:
+            op: Any = node.target
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), {before: value}.__getitem__)
-            value, before = node.target(*args, **kwargs), node
+            value, before = op(*args, **kwargs), node
         value = value.to(self.dtype)
         scales = [1.0 if self.numerator == "mean" else share for share in shares]
         return [value * scale if self.divides else value / scale for scale in scales]
@@ -223,9 +223,7 @@ def _graph_of(graph: Captured, ends: Sequence[Node]) -> Captured:
     new, of = torch.fx.Graph(), dict[Node, Node]()
     needed, inputs = Reads({}).ancestors(ends), list(_copied_inputs(graph, ends, new, of))
     for node in graph.module.graph.nodes:
-        if node.op == "call_function" and (
-            node in needed or (node.target is operator.getitem and node.args[0] in needed)
-        ):
+        if node.op == "call_function" and node in needed:
             of[node] = new.node_copy(node, of.__getitem__)
     outputs = tuple([(of[node], Source("result", place=i)) for i, node in enumerate(ends)])
     new.output([node for node, _ in outputs])
