@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import sys
@@ -36,7 +35,7 @@ from .forward_changes import check_counts
 from .hugging_face import with_static_cache
 from .joint import planned
 from .loading import init_weights, load
-from .module_state import STATE, State
+from .module_state import STATE, KeptModule, State
 from .options import Options
 from .pipeline.assignment import Assignment
 from .pipeline.clipping import clip_grad_norm
@@ -46,7 +45,16 @@ from .pipeline.options import Pipeline
 from .pipeline.played_step import PlayedStep
 from .pipeline.schedule import Schedule
 from .pipeline.with_loss import TARGET
-from .placing import Places, check_same_weights, check_world, connect_again, place_mesh_of, place_parameters, show_unset
+from .placing import (
+    Places,
+    check_placed,
+    check_same_weights,
+    check_world,
+    connect_again,
+    place_mesh_of,
+    place_parameters,
+    show_unset,
+)
 from .plan_value import Plan
 from .plans import ModulePlan, checked_specs, module_plan
 from .precision import Precision
@@ -178,6 +186,9 @@ def _check(module: Any, precision: Any, fallback: Any, line: SourceLine) -> None
     if isinstance(module, ParallelModule):
         raise user_error("parallelize: the module is parallel already", type(module).__name__, "a plain module",
                          "Make it anew for another plan.", line)  # fmt: skip
+    if any(nn.parameter.is_lazy(p) for p in module.parameters()):
+        raise user_error("parallelize: parameters without a shape", "lazy modules that have not run", "others",
+                         "Call the module once before, with an example.", line)  # fmt: skip
     if any(hasattr(p, "placements") for p in module.parameters()):
         raise user_error("parallelize: parameters are DTensors already", "", "plain ones, or ones on meta",
                          "Parallelize the module before anything else does.", line)  # fmt: skip
@@ -188,25 +199,11 @@ def _check(module: Any, precision: Any, fallback: Any, line: SourceLine) -> None
         raise user_error("parallelize: fallback", shown(fallback), 'None or "replicate"', "", line)
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(KeptModule):
     """What `parallelize` adds to a module's class. The forward is captured at its first call with new shapes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A model of its own, with programs of its own. As copy.deepcopy makes it where nothing can be pickled."""
-        made = memo[id(self)] = type(self).__new__(type(self))
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return made
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises DefinitionError: programs, meshes and groups of ranks belong to this process."""
-        raise user_error(
-            f"a parallel {type(self).__name__} is pickled", "its programs and ranks", "its weights",
-            "Save model.state_dict(), by torch.save or mf.save, and make and parallelize the model anew to load it.",
-            line_in_script(sys._getframe(1), ("torch",)),
-        )  # fmt: skip
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The loss of a batch; where gradients are enabled they are added to those of the parameters.
@@ -422,6 +419,8 @@ def _made(
     """
     options, places = state.options, state.places
     show_unset(module, places)
+    if not places.is_simulated:
+        check_placed(module, state.parameters, line)
     arguments = Arguments(state.names, options.inputs, state.plan, places.is_simulated, call, line)
     graph = graph_of_call(module, state, arguments, line, all_results, lambda: as_plain(module))
     check_attends(graph, options.context, state.line)
