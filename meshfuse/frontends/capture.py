@@ -82,6 +82,7 @@ def captured(
         stack.enter_context(globals_removed())
         stack.enter_context(_quiet())
         stack.enter_context(without_new_caches(module))
+        stack.enter_context(_without_fused_layers())
         install_recorders(module, kwargs)
         stack.enter_context(faked(module, device, dtype))
         try:
@@ -377,7 +378,9 @@ def _fake(value: torch.Tensor, mode: FakeTensorMode, device: torch.device, dtype
     cast = dtype is not None and isinstance(value, nn.Parameter) and value.is_floating_point()
     with mode:
         made = torch.empty_strided(value.shape, value.stride(), dtype=dtype if cast else value.dtype, device=device)
-    return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
+    # torch.func.functional_call has plain tensors that need gradients in the place of parameters.
+    trains = isinstance(value, nn.Parameter) or value.requires_grad
+    return nn.Parameter(made, requires_grad=value.requires_grad) if trains else made
 
 
 @contextlib.contextmanager
@@ -399,6 +402,17 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         config.ignore_logging_functions = before  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextlib.contextmanager
+def _without_fused_layers() -> Iterator[None]:
+    """nn.MultiheadAttention and nn.TransformerEncoder are traced as ops, and not as torch's one op for evaluation."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def not_captured(module: nn.Module, error: Exception, line: SourceLine, given: str) -> MeshfuseError:
