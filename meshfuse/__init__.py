@@ -49,6 +49,7 @@ _HOME = {
     "Context": "frontends.context",
     "FSDP": "definition.fsdp",
     "Pipeline": "frontends.pipeline.options",
+    "Plan": "frontends.plan_value",
     "plan": "frontends.automatic.planning",
     "Precision": "frontends.precision",
     "visualize": "report.visualize",
@@ -78,6 +79,7 @@ __all__ = [
     "ParallelType",
     "Partial",
     "Pipeline",
+    "Plan",
     "PlanWarning",
     "Precision",
     "RankError",
@@ -133,6 +135,7 @@ if TYPE_CHECKING:
     from .frontends.optim_params import optim_params
     from .frontends.parallel_module import parallelize
     from .frontends.pipeline.options import Pipeline
+    from .frontends.plan_value import Plan
     from .frontends.precision import Precision
     from .fusion_definition import FusionDefinition
     from .mesh import DeviceMesh, ParallelType

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules import module as nn_module
 from torch.nn.utils import parametrizations
 
 import meshfuse as mf
@@ -76,6 +80,65 @@ def test_a_model_that_is_changed_between_calls_runs_as_it_is_then(change: str) -
     wanted = eager(rows())
     assert difference(wanted, before) > 1e-2
     assert difference(model(rows()), wanted) < 1e-5
+
+
+def _noting(noted: list[float]) -> Callable[..., Any]:
+    def hook(module: nn.Module, *given: Any) -> None:
+        noted.append(sum(float(t.detach().abs().sum()) for t in given[-1] if t is not None))
+
+    return hook
+
+
+HOOKS: dict[str, Callable[[nn.Module], object]] = {
+    "before": lambda model: model.register_forward_pre_hook(lambda module, given: (given[0] * 2,)),
+    "before, with keywords": lambda model: model.register_forward_pre_hook(
+        lambda module, given, named: ((given[0] * 2,), named), with_kwargs=True
+    ),
+    "behind": lambda model: model.register_forward_hook(doubled),
+    "before the backward": lambda model: model.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 2,)),
+    "of gradients of weights": lambda model: model.up.weight.register_hook(lambda gradient: gradient * 2),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_of_the_whole_model_runs_once(hook: str) -> None:
+    """Around the program, and not in it as well."""
+    model, eager = pair()
+    for call in range(2):
+        for each in (model, eager):
+            each.zero_grad()
+            if call == 0:
+                HOOKS[hook](each)
+            each(rows()).square().sum().backward()
+        assert gradients_differ_by(model, eager) < 1e-5
+
+
+def test_what_hooks_of_the_whole_model_see() -> None:
+    seen: tuple[list[float], list[float]] = [], []
+    for each, noted in zip(pair(), seen, strict=True):
+        each.register_full_backward_hook(_noting(noted))
+        each(rows().requires_grad_()).square().sum().backward()
+    assert len(seen[0]) == 1 and seen[0] == pytest.approx(seen[1])
+
+
+def test_a_hook_of_all_modules_is_said_to_run_around_the_whole() -> None:
+    model, eager = pair()
+    handle = nn_module.register_module_forward_hook(
+        lambda module, given, out: out * 2 if isinstance(module, Scaled) else None
+    )
+    try:
+        with pytest.warns(UserWarning, match="run around Scaled as a whole"):
+            assert difference(model(rows()), eager(rows())) < 1e-6
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_backward_hook_inside_of_a_model_says_where_to_put_it(hook: str) -> None:
+    model, _ = pair()
+    getattr(model.down, hook)(lambda module, *given: None)
+    with pytest.raises(ValueError, match=r"a backward hook of a module inside.*Register it on the model itself"):
+        model(rows())
 
 
 def test_a_hook_that_is_removed_runs_no_more() -> None:
@@ -151,3 +214,44 @@ def test_gradients_of_gradients_are_an_error_and_not_wrong() -> None:
     weight = torch.randn(6, 8, requires_grad=True)
     wanted = penalty(lambda x: torch.sin(F.linear(x, weight)), weight)
     assert difference(penalty(lambda x: fd(x, weight)[0], weight), wanted) < 1e-5
+
+
+class Counting(Scaled):
+    """Counts its calls in a buffer that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+
+def test_a_buffer_that_is_not_saved_is_set_anew() -> None:
+    model = mf.parallelize(Counting(), MESH, PLAN, inputs={"x": ["dp", None]})
+    for _ in range(2):
+        model(rows())
+    assert int(model.calls) == 2 and "calls" not in model.state_dict()
+
+
+@pytest.mark.parametrize("save", [pickle.dumps, lambda model: torch.save(model, io.BytesIO())])
+def test_a_model_that_is_pickled_says_what_to_save(save: Callable[[Any], object]) -> None:
+    model, _ = pair()
+    with pytest.raises(mf.DefinitionError, match=r"a parallel Scaled is pickled.*Save model\.state_dict\(\)"):
+        save(model)
+
+
+def test_models_are_captured_in_threads() -> None:
+    """Tracing changes torch for the whole process: nothing of it may stay, and none may meet another."""
+    models = [pair() for _ in range(4)]
+
+    def differs(which: int) -> float:
+        model, eager = models[which]
+        for each in (model, eager):
+            each(rows()[: which + 1]).sum().backward()
+        return gradients_differ_by(model, eager)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        assert max(threads.map(differs, range(4))) < 1e-5
+    assert not torch.is_anomaly_enabled()

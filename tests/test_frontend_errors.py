@@ -50,6 +50,7 @@ PLANS: list[tuple[Callable[[], Any], str]] = [
     (lambda: mf.Precision(param=torch.int8), r"Precision: param: found torch\.int8"),
     (lambda: mf.parallelize(lambda x: x, MESH), r"module: found .*needed an nn\.Module"),
     (lambda: mf.parallelize(parallel(), MESH), r"the module is parallel already"),
+    (lambda: mf.parallelize(nn.LazyLinear(4), MESH), r"parameters without a shape.*Call the module once before"),
     (lambda: mf.compile(3, MESH), r"function: found 3, needed a function"),
     (lambda: mf.compile(lambda x: x), r"compile: the mesh: found none, needed one mesh"),
     (lambda: parallel().bill(), r"the module has not run yet"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -70,12 +72,44 @@ def test_a_plan_is_kept_printed_and_read_back(tmp_path: Path) -> None:
     found = planned(TWO, 8192, 2048, 8192, keep={"layers.0.0": ["dp", None]}, inputs={"x": [None, None]})
     assert found.spec("layers.0.0.weight") == ("dp", None) and found.spec("x") == (None, None)
     found.save(tmp_path / "plan.json")
-    again = type(found).load(tmp_path / "plan.json")
+    again = mf.Plan.load(tmp_path / "plan.json")
     assert again == found and again.alternatives
     with pytest.raises(mf.DefinitionError, match="a plan that was read from a file: found no model"):
         again.priced({"dp": "data"})
     text = str(planned(ONE, 64, 8192, 32768))
     assert "'layers.*.0.weight': ['x', None]," in text and "inputs={'x': [None, None]" in text
+
+
+BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
+    "another format": lambda read: {**read, "format": 99},
+    "no format": lambda read: {name: value for name, value in read.items() if name != "format"},
+    "what is not known": lambda read: {**read, "offload": True},
+    "what is missing": lambda read: {name: value for name, value in read.items() if name != "microbatches"},
+    "a number that is none": lambda read: {**read, "seconds": "x"},
+    "a list that is none": lambda read: {**read, "cut": "layers.1"},
+    "a spec that is none": lambda read: {**read, "inputs": {"x": 3}},
+    "no dict": lambda read: [read],
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_file_that_is_no_plan_of_this_version(tmp_path: Path, broken: str) -> None:
+    """It may have been written by another version, whose words would be lost without a word."""
+    found, path = planned(ONE, 64, 64, 64), tmp_path / "plan.json"
+    found.save(path)
+    path.write_text(json.dumps(BROKEN[broken](json.loads(path.read_text()))))
+    with pytest.raises(mf.DefinitionError, match=r"plan: .*needed what this version's Plan\.save has written"):
+        mf.Plan.load(path)
+
+
+def test_a_plan_that_was_cut_off(tmp_path: Path) -> None:
+    found, path = planned(ONE, 64, 64, 64), tmp_path / "plan.json"
+    found.save(path)
+    whole = path.read_text()
+    for length in (0, 1, len(whole) // 2, len(whole) - 1):
+        path.write_text(whole[:length])
+        with pytest.raises(mf.DefinitionError, match=r"what this version's Plan\.save has written"):
+            mf.Plan.load(path)
 
 
 # arrangements ---------------------------------------------------------------------------------------------------------

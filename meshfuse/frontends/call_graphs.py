@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as nn_module
 from torch.utils import _pytree as pytree
 
 from ..errors import SourceLine
 from .calls import Arguments, Call
 from .capture import captured
 from .captured_graph import Captured
-from .forward_reads import check_trained
+from .forward_reads import HOOKS, check_trained
 from .hugging_face import with_shared_heads
 from .kv_caches import WithCaches
 from .module_state import State
@@ -49,7 +52,7 @@ def _traced(
     example = arguments.whole(options.dynamic, device, options.dtype)
     shared = with_shared_heads() if options.context is not None else nullcontext()
     records = torch.is_grad_enabled()
-    with plain(), shared, torch.set_grad_enabled(call.has_gradient):
+    with plain(), shared, _without_hooks(module), torch.set_grad_enabled(call.has_gradient):
         entry, args, kwargs = _entry(module, call, example)
         found = captured(
             entry, args, kwargs, device, line, scalars_only=call.has_gradient and not all_results,
@@ -59,6 +62,26 @@ def _traced(
     if records:
         check_trained(found.reads, f"the forward of {type(module).__name__}", line)
     return replace(found, reads=found.reads.again())
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """In this context a module has no hooks of its own, and modules none that all have: torch runs them around the
+    program of each call."""
+    tables = [(module, name) for name in HOOKS] + [(nn_module, f"_global{name}") for name in HOOKS]
+    saved = [(owner, name, getattr(owner, name)) for owner, name in tables]
+    if any(hooks for owner, _, hooks in saved if owner is nn_module):
+        warnings.warn(
+            f"Hooks of all modules, as of register_module_forward_hook, run around {type(module).__name__} as a whole "
+            "and not around the modules in it. Register them on these modules.", stacklevel=2,
+        )  # fmt: skip
+    try:
+        for owner, name, _ in saved:
+            setattr(owner, name, OrderedDict())
+        yield
+    finally:
+        for owner, name, hooks in saved:
+            setattr(owner, name, hooks)
 
 
 def _entry(module: nn.Module, call: Call, leaves: list[Any]) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:

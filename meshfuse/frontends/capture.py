@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -42,7 +43,19 @@ from .size_guards import NO_GUARDS, guards_of
 from .traceable import globals_removed, others_traced
 
 Stores = Literal["results", "left", "refused"]
+_HOOKS_OF_GRADIENTS = (
+    (
+        "Module-level backwards hooks", "a backward hook of a module inside of it", "one of the whole model",
+        "Register it on the model itself, or call register_hook on a tensor in the module's forward.",
+    ),
+    (
+        "Tensor.retain_grad()", "retain_grad() of a tensor that the forward makes", "a result",
+        "Return the tensor, and take its gradient of the result.",
+    ),
+)  # fmt: skip
 _CLASS = re.compile(r"<class '([^']+)'>")
+# Tracing changes torch for the whole process, such as its list of trace functions: one thread at a time.
+_LOCK = threading.RLock()
 # What torch raises where it cannot trace: errors of its own, and those of the ops that it runs on fake tensors.
 _NOT_TRACED = (TorchDynamoException, UserError, RuntimeError, AssertionError, LookupError, TypeError, ValueError)
 
@@ -64,11 +77,12 @@ def captured(
 
     Raises DefinitionError where the forward is not one graph, with the user's line.
     """
-    with contextlib.ExitStack() as stack:
+    with _LOCK, contextlib.ExitStack() as stack:
         stack.enter_context(saying(f"capturing {_called(module)}"))
         stack.enter_context(globals_removed())
         stack.enter_context(_quiet())
         stack.enter_context(without_new_caches(module))
+        stack.enter_context(_without_fused_layers())
         install_recorders(module, kwargs)
         stack.enter_context(faked(module, device, dtype))
         try:
@@ -364,7 +378,9 @@ def _fake(value: torch.Tensor, mode: FakeTensorMode, device: torch.device, dtype
     cast = dtype is not None and isinstance(value, nn.Parameter) and value.is_floating_point()
     with mode:
         made = torch.empty_strided(value.shape, value.stride(), dtype=dtype if cast else value.dtype, device=device)
-    return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
+    # torch.func.functional_call has plain tensors that need gradients in the place of parameters.
+    trains = isinstance(value, nn.Parameter) or value.requires_grad
+    return nn.Parameter(made, requires_grad=value.requires_grad) if trains else made
 
 
 @contextlib.contextmanager
@@ -388,6 +404,17 @@ def _quiet() -> Iterator[None]:
         config.ignore_logging_functions = before  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@contextlib.contextmanager
+def _without_fused_layers() -> Iterator[None]:
+    """nn.MultiheadAttention and nn.TransformerEncoder are traced as ops, and not as torch's one op for evaluation."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 def not_captured(module: nn.Module, error: Exception, line: SourceLine, given: str) -> MeshfuseError:
     """The error of a forward that torch cannot trace, at the user's line that stops it."""
     where = _users_line(error) or line
@@ -403,6 +430,9 @@ def not_captured(module: nn.Module, error: Exception, line: SourceLine, given: s
         return a_new_cache(_called(module), where)
     if "out.backend_input must not be None" in text:
         return user_error(f"{_called(module)} returns no tensor that its ops make", "", "at least one", "", where)
+    for words, found, needed, do in _HOOKS_OF_GRADIENTS:
+        if words in text:
+            return user_error(f"{_called(module)} cannot be captured", found, needed, do, where)
     if "pytree" in text and (named := _CLASS.search(text)) is not None:
         return _unregistered(_called(module), named[1], where)
     what = f"{_called(module)} is not one graph"

@@ -105,6 +105,8 @@ def _kept(change: Change, module: nn.Module, scope: Scope, called: str) -> Itera
     owner = scope.value(change.source)
     if isinstance(owner, nn.Module) and type(owner).__module__.startswith("torch."):
         return  # What a module of torch's keeps for itself, as an LSTM its list of weights.
+    if name == "_non_persistent_buffers_set":
+        return  # Kept by torch where a buffer is set.
     if name in ("_buffers", "'_buffers'") and isinstance(owner, dict):
         owner = next((part for part in module.modules() if part._buffers is owner), owner)
     is_variable = isinstance(owner, CellType) or change.stored == (getattr(change.source, "global_name", ""),)

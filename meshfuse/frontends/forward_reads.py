@@ -23,7 +23,7 @@ from ..errors import SourceLine, user_error
 _VALUES = ("CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH")
 _FUNCTIONS = ("CLOSURE_MATCH", "FUNCTION_MATCH", "BUILTIN_MATCH", "CLASS_MATCH", "ID_MATCH")
 _CONTENTS = ("SEQUENCE_LENGTH", "DICT_KEYS_MATCH")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _IMPORTED = "__import_"  # Dynamo's names of Python modules.
 
 
@@ -245,7 +245,7 @@ def _has_item(owner: Any, index: Any) -> bool:
 
 
 def _tables(module: nn.Module) -> list[dict[str, Any]]:
-    return [module._modules, *[getattr(module, name) for name in _HOOKS]]
+    return [module._modules, *[getattr(module, name) for name in HOOKS]]
 
 
 def _value(name: str, scope: Mapping[str, Any]) -> Any:

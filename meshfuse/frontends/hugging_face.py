@@ -48,19 +48,20 @@ def with_shared_heads() -> Iterator[None]:
 
 
 def install_recorders(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Install the hooks that record hidden states and attention weights, where a call or a config asks for these.
+    """Install the hooks that record hidden states, attention weights and what else a model can, such as the logits of
+    routers, where a call or a config asks for these.
 
     transformers does so in the first such forward, under a lock, which no graph can have.
     """
     recording: Any = sys.modules.get("transformers.utils.output_capturing")
     if not hasattr(recording, "maybe_install_capturing_hooks"):
         return
-    asked = ("output_hidden_states", "output_attentions")
-    for part in module.modules():
-        config = getattr(part, "config", None)
-        if hasattr(part, "_can_record_outputs") and any(
-            kwargs.get(name) or getattr(config, name, False) is True for name in asked
-        ):
+    parts = [part for part in module.modules() if getattr(part, "_can_record_outputs", None)]
+    recorded = {name for part in parts for name in getattr(part, "_can_record_outputs", ())}
+    asked = ["output_hidden_states", "output_attentions", *(f"output_{name}" for name in recorded)]
+    configs = [getattr(part, "config", None) for part in module.modules()]
+    if any(kwargs.get(name) or any(getattr(c, name, False) is True for c in configs) for name in asked):
+        for part in parts:
             recording.maybe_install_capturing_hooks(part)
 
 

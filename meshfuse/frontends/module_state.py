@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from ..errors import SourceLine
+from ..errors import SourceLine, line_in_script, user_error
 from .autograd import Runner
 from .captured_graph import Captured
 from .draws import GeneratorDraws
 from .options import Options
 from .pipeline.door import Stepper
-from .placing import Place, Places
+from .placing import Place, Places, in_parts
 from .plans import ModulePlan
 
 STATE = "_meshfuse"  # The attribute of a module that has it.
@@ -65,4 +66,27 @@ class State:
         return replace(
             self, parameters=dict(self.parameters), runners={}, last=None, graphs={}, draws=copy.copy(self.draws),
             tables=copy.deepcopy(self.tables, memo), stepper=stepper,
+        )  # fmt: skip
+
+
+class KeptModule(nn.Module):
+    """What a parallel module does where it is loaded, copied and pickled."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Loads whole plain tensors as well, of which each rank takes its part."""
+        in_parts(self, getattr(self, STATE).parameters, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A model of its own, with programs of its own. As copy.deepcopy makes it where nothing can be pickled."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises DefinitionError: programs, meshes and groups of ranks belong to this process."""
+        raise user_error(
+            f"a parallel {type(self).__name__} is pickled", "its programs and ranks", "its weights",
+            "Save model.state_dict(), by torch.save or mf.save, and make and parallelize the model anew to load it.",
+            line_in_script(sys._getframe(1), ("torch",)),
         )  # fmt: skip

@@ -35,7 +35,7 @@ from .forward_changes import check_counts
 from .hugging_face import with_static_cache
 from .joint import planned
 from .loading import init_weights, load
-from .module_state import STATE, State
+from .module_state import STATE, KeptModule, State
 from .options import Options
 from .pipeline.assignment import Assignment
 from .pipeline.clipping import clip_grad_norm
@@ -45,7 +45,16 @@ from .pipeline.options import Pipeline
 from .pipeline.played_step import PlayedStep
 from .pipeline.schedule import Schedule
 from .pipeline.with_loss import TARGET
-from .placing import Places, check_same_weights, check_world, connect_again, place_mesh_of, place_parameters, show_unset
+from .placing import (
+    Places,
+    check_placed,
+    check_same_weights,
+    check_world,
+    connect_again,
+    place_mesh_of,
+    place_parameters,
+    show_unset,
+)
 from .plan_value import Plan
 from .plans import ModulePlan, checked_specs, module_plan
 from .precision import Precision
@@ -177,6 +186,9 @@ def _check(module: Any, precision: Any, fallback: Any, line: SourceLine) -> None
     if isinstance(module, ParallelModule):
         raise user_error("parallelize: the module is parallel already", type(module).__name__, "a plain module",
                          "Make it anew for another plan.", line)  # fmt: skip
+    if any(nn.parameter.is_lazy(p) for p in module.parameters()):
+        raise user_error("parallelize: parameters without a shape", "lazy modules that have not run", "others",
+                         "Call the module once before, with an example.", line)  # fmt: skip
     if any(hasattr(p, "placements") for p in module.parameters()):
         raise user_error("parallelize: parameters are DTensors already", "", "plain ones, or ones on meta",
                          "Parallelize the module before anything else does.", line)  # fmt: skip
@@ -187,7 +199,7 @@ def _check(module: Any, precision: Any, fallback: Any, line: SourceLine) -> None
         raise user_error("parallelize: fallback", shown(fallback), 'None or "replicate"', "", line)
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(KeptModule):
     """What `parallelize` adds to a module's class. The forward is captured at its first call with new shapes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,9 +210,10 @@ class ParallelModule(nn.Module):
 
         The arguments are those of the forward, and with `loss=` the target behind them or as `target=`. Tensors of the
         batch are cut along their first dim into micro-batches, worked off as the pipeline's schedule says; the loss is
-        the mean of theirs by their rows, on every rank. Raises ArgumentError for fewer rows than micro-batches,
-        DefinitionError where the model cannot be cut, and RankError naming the stage, micro-batch and action where a
-        rank has failed.
+        that of the whole batch, on every rank, if it is a sum of means over rows, sums, and quotients of sums.
+
+        Raises ArgumentError for fewer rows than micro-batches, DefinitionError where the model cannot be cut, and
+        RankError naming the stage, micro-batch and action where a rank has failed.
         """
         return _stepper_of(self).step(args, kwargs, caller_line())
 
@@ -406,6 +419,8 @@ def _made(
     """
     options, places = state.options, state.places
     show_unset(module, places)
+    if not places.is_simulated:
+        check_placed(module, state.parameters, line)
     arguments = Arguments(state.names, options.inputs, state.plan, places.is_simulated, call, line)
     graph = graph_of_call(module, state, arguments, line, all_results, lambda: as_plain(module))
     check_attends(graph, options.context, state.line)

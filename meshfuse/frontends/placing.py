@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -233,6 +233,30 @@ def place_parameters(module: nn.Module, places: Places) -> dict[str, Place]:
             if buffer is not None and not buffer.is_meta:
                 part._buffers[name] = buffer.to(places.device)
     return found
+
+
+def in_parts(module: nn.Module, placed: Mapping[str, Place], tensors: dict[str, Any], prefix: str) -> None:
+    """Have this rank's parts stand for whole plain tensors of parameters, by the names that state dicts have."""
+    places = {
+        id(p): placed[name] for name, p in module.named_parameters() if name in placed and hasattr(p, "placements")
+    }
+    for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+        whole: Any = tensors.get(name)
+        place = places.get(id(parameter))
+        if place is not None and type(whole) in (torch.Tensor, nn.Parameter) and whole.shape == parameter.shape:
+            tensors[name] = place.wrapped(place.part(whole.detach()).to(parameter.device).clone(), whole.shape)
+
+
+def check_placed(module: nn.Module, placed: Mapping[str, Place], line: SourceLine) -> None:
+    """Raises ArgumentError for parameters on real ranks that nobody has put there."""
+    for name, parameter in module.named_parameters():
+        place = placed.get(name)
+        if place is None or (place.torch_mesh is not None and not hasattr(parameter, "placements")):
+            raise user_error(
+                f"parameter {name} is not one that {type(module).__name__} was parallelized with",
+                f"shape {list(parameter.shape)}", "the parameters that it had then, as DTensors of the ranks",
+                "Add adapters, replace modules, tie and untie weights before mf.parallelize.", line, ArgumentError,
+            )  # fmt: skip
 
 
 def _unset(shape: Sequence[int], dtype: torch.dtype, places: Places) -> torch.Tensor:

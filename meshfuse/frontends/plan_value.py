@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any, Protocol
 
 from ..errors import SourceLine, caller_line, user_error
@@ -138,6 +139,7 @@ class Plan:
         """Write the plan as JSON."""
         made = {name: getattr(self, name) for name in _KEPT}
         made |= {"axes": dict(self.axes), "alternatives": [asdict(each) for each in self.alternatives]}
+        made["format"] = _FORMAT
         write_whole(Path(path), json.dumps(made, indent=1).encode())
 
     @classmethod
@@ -145,15 +147,17 @@ class Plan:
         """Read a plan that `save` has written. Raises DefinitionError for another file."""
         line = caller_line()
         try:
-            read = {name: value for name, value in json.loads(Path(path).read_text()).items() if name in _KEPT}
+            read = _checked(json.loads(Path(path).read_text()))
             for part in ("parameters", "inputs"):
                 read[part] = {name: tuple(spec) for name, spec in read[part].items()}
             read |= {name: tuple(read[name]) for name in ("held", "loads")}
             read |= {"axes": tuple(read["axes"].items()), "cut": tuple(read["cut"]), "experts": tuple(read["experts"])}
             return cls(**{**read, "alternatives": tuple(Alternative(**each) for each in read["alternatives"])})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise user_error(f"plan: {path}", f"{type(error).__name__}: {error}", "a file that Plan.save has written",
-                             "", line) from None  # fmt: skip
+            raise user_error(
+                f"plan: {path}", f"{type(error).__name__}: {error}", "what this version's Plan.save has written",
+                "Plan anew with mf.plan, and save that.", line,
+            ) from None  # fmt: skip
 
     def check_mesh(self, mesh: DeviceMesh, line: SourceLine) -> None:
         """Raises DefinitionError where a mesh has other axes than the plan is for."""
@@ -206,8 +210,33 @@ class Plan:
         )
 
 
-# What `save` writes.
+# What `save` writes, and of which types that is read; a number of another format has other words in it.
+_FORMAT = 1
 _KEPT = tuple(each.name for each in fields(Plan) if each.name != "_again")
+_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "axes": dict, "parameters": dict, "inputs": dict, "held": list, "loads": list, "cut": list, "experts": list,
+    "alternatives": list, "pipeline_axis": str, "schedule": str, "virtual": int, "microbatches": int,
+    "recomputes": bool, "gap": (int, float, NoneType), "max_memory": (int, float, NoneType),
+}  # fmt: skip
+_INSIDE: Mapping[str, type | tuple[type, ...]] = {
+    "axes": int, "parameters": list, "inputs": list, "held": (int, float), "loads": (int, float), "cut": str,
+    "experts": str, "alternatives": dict,
+}  # fmt: skip
+
+
+def _checked(read: Any) -> dict[str, Any]:
+    """What a file says, by name. Raises ValueError for other names than `save` writes, and for other types."""
+    if not isinstance(read, dict) or read.pop("format", None) != _FORMAT:
+        raise ValueError(f"no plan of format {_FORMAT}")
+    if other := set(read) ^ set(_KEPT):
+        raise ValueError(f"{sorted(other)} missing or not known")
+    for name, value in read.items():
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if not isinstance(value, _TYPES.get(name, (int, float))) or not all(
+            isinstance(each, _INSIDE[name]) for each in inside
+        ):
+            raise ValueError(f"{name} is {value!r}"[:80])
+    return read
 
 
 def axes_in(spec: Iterable[Any]) -> set[str]:

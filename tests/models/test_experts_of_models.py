@@ -48,6 +48,21 @@ def test_rows_go_to_experts_and_back() -> None:
     assert "moe_dispatch" not in model.config._experts_implementation
 
 
+@pytest.mark.parametrize("asked", ["by the config", "in the call"])
+def test_a_loss_of_routers(asked: str) -> None:
+    """Logits of routers are recorded by hooks of transformers, which its first forward would install."""
+    torch.manual_seed(0)
+    found = zoo.MODELS["mixtral"]()
+    found.model.config.output_router_logits = asked == "by the config"
+    arguments = found.arguments | ({} if asked == "by the config" else {"output_router_logits": True})
+    model, eager = found.model, copy.deepcopy(found.model)
+    inputs = {name: ["ep", None] for name in found.arguments}
+    mf.parallelize(model, mesh(ep=2), inputs=inputs, experts=mf.Experts("ep"))
+    for each in (model, eager):
+        each(**arguments).loss.backward()
+    assert gradients_differ_by(model, eager) < 1e-5
+
+
 @pytest.mark.models
 @pytest.mark.parametrize(("name", "mesh", "batch", "more"), [
     ("qwen3_moe", mesh(ep=2, tp=2), ["ep", None], {"plan": "hf"}),

@@ -164,3 +164,32 @@ def test_micro_batches_of_a_pipeline_are_summed_over_ranks_once(ranks4: Any) -> 
         sums = [value for name, value in found.items() if "summed" in name]
         assert all(200 < value < 700 for value in sums)  # A stage's weights; four micro-batches would send four times.
         assert max(value for name, value in found.items() if "summed" not in name) < 1e-6
+
+
+def masked(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    counts = (target > 0.5).to(scores.dtype)
+    return ((scores - target).square() * counts).sum() / counts.sum()
+
+
+def on_rank_masked() -> float:
+    """A loss whose micro-batches count different numbers of elements, which each rank of data knows a part of."""
+    model, eager = pair(lambda: Stages().double())
+    mf.parallelize(
+        model, mf.DeviceMesh((2, 2), ("pp", "dp")), inputs={"x": ["dp", None], "target": ["dp", None]}, loss=masked,
+        pipeline=mf.Pipeline("pp", "1f1b", 4, cut=["layers.1"]),
+    )  # fmt: skip
+    x, y = (tensor.double() for tensor in batch(1))
+    rank, y[: ROWS // 3] = mf.World.current().rank % 2, 0
+    found, wanted = [], masked(eager(x), y)
+    wanted.backward()
+    order = torch.arange(ROWS).view(4, 2, -1)[:, rank].flatten()  # Micro-batches are of a rank's own rows.
+    loss = model.step(x[order], y[order])
+    gradients = dict(eager.named_parameters())
+    for name, p in model.named_parameters():
+        found += [float((p.grad.full_tensor() - gradients[name].grad).abs().max())]
+    norms = model.clip_grad_norm_(1.0), torch.nn.utils.clip_grad_norm_(eager.parameters(), 1.0)
+    return max(abs(float(loss) - float(wanted)), abs(float(norms[0] - norms[1])), *found)
+
+
+def test_a_masked_loss_of_a_pipeline_is_that_of_the_whole_batch(ranks4: Any) -> None:
+    assert max(ranks4.run(on_rank_masked, timeout=250)) < 1e-12

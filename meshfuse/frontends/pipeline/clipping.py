@@ -21,7 +21,8 @@ def clip_grad_norm(module: nn.Module, assignment: Assignment, max_norm: float, n
     counted = [p.grad for name, p in named if _counts_here(name, assignment)]
     total = _plain(torch.nn.utils.get_total_norm([g for g in counted if g is not None], norm_type))
     if assignment.axis and World.current().size > 1:
-        total = _over_stages(total.to(torch.float32), assignment, norm_type)
+        kind = torch.promote_types(total.dtype, torch.float32)  # Stages may have others: they meet in float64.
+        total = _over_stages(total.to(torch.float64), assignment, norm_type).to(kind)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for _, parameter in named:
         gradient: Any = parameter.grad

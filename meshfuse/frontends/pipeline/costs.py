@@ -24,7 +24,9 @@ def step_bill(assignment: Assignment, last: Sequence[Planned], line: SourceLine)
     for stage in assignment.stages_here():
         for planned, count in Counter(last).items():
             program = planned.programs[stage]
-            for half in program.step.halves:
+            is_last = stage == assignment.schedule.stages - 1
+            counting = planned.counting.step.halves if is_last and planned.counting is not None else []
+            for half in (*counting, *program.step.halves):
                 found += [_times(entry, count) for entry in bill_of(half.fd.latest()).entries]
             if program.summing is not None:
                 found += bill_of(program.summing.fd.latest()).entries

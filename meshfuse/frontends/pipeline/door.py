@@ -29,10 +29,11 @@ from .costs import step_bill, step_memory
 from .elsewhere import Elsewhere
 from .few_stages import FewStages, all_stages, few_stages, fit
 from .micro_batches import MicroBatches, micro_batches
-from .program import StageProgram, stage_program
+from .normalizers import Normalized, normalized
+from .program import StageProgram, counting_program, stage_program
 from .schedule import Schedule
 from .stages import StageGraph, check_weights, stage_graphs
-from .stepping import Planned, Work, stepped
+from .stepping import Planned, Work, normalizers_of, stepped
 from .whole_step import WholeStep
 from .with_loss import TARGET, WithLoss, captured_loss
 
@@ -74,7 +75,7 @@ class _ModelValues:
 class _CutModel:
     """A captured model as stages, and what they are planned with."""
 
-    graph: Captured
+    loss: Normalized
     stages: Sequence[StageGraph]
     setting: Setting
 
@@ -174,10 +175,13 @@ class Stepper:
         return self.whole.argument_names(self.options.names, len(args))
 
     def _work(self, parts: MicroBatches, planned: list[Planned]) -> Work:
-        values = _ModelValues(self.module, planned, [pytree.tree_leaves(part) for part in parts.parts])
-        return Work(
-            self.assignment, planned, values, parts.shares, self.places.device, self.options.asked.backend, self.draw()
-        )
+        leaves = [pytree.tree_leaves(part) for part in parts.parts]
+        values, backend = _ModelValues(self.module, planned, leaves), self.options.asked.backend
+        for part, found in zip(leaves, normalizers_of(planned, values, parts.shares, backend), strict=True):
+            part += found
+        loss = planned[0].loss
+        shares = parts.shares if loss is None or not loss.adds_up else (1.0,) * len(parts.shares)
+        return Work(self.assignment, planned, values, shares, self.places.device, backend, self.draw())
 
     def _accumulate(self, gradients: Mapping[str, torch.Tensor]) -> None:
         named = dict(self.module.named_parameters())
@@ -199,8 +203,13 @@ class Stepper:
     def _plan(self, call: Call, args: tuple[Any, ...], line: SourceLine) -> Planned:
         """Capture the model with its loss, cut it into stages, and plan those of this rank."""
         found = self._cut(call, args, all_stages(self.assignment), line)
-        programs = {stage: self._program(found, stage, stage) for stage in self.assignment.stages_here()}
-        return Planned(tuple(found.stages), programs, found.loss_dtype, found.graph.module, found.graph.reads)
+        here, last = self.assignment.stages_here(), self.schedule.stages - 1
+        programs = {stage: self._program(found, stage, stage) for stage in here}
+        setting, graph = replace(found.setting, plan=self._plan_of(last)), found.loss.graph
+        counting = counting_program(found.loss, setting) if last in here else None
+        return Planned(
+            tuple(found.stages), programs, found.loss_dtype, graph.module, graph.reads, found.loss, counting
+        )  # fmt: skip
 
     def whole_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], line: SourceLine) -> WholeStep:
         """The programs of all stages for a step, those of stages that do the same made once; nothing runs."""
@@ -237,12 +246,20 @@ class Stepper:
         with few.layers.alone(self.module):
             graph = self._captured(arguments, line)
         check_attends(graph, self.options.asked.context, self.options.line)
-        stages = stage_graphs(graph, few.cuts, len(call.leaves), self.options.line)
+        loss = normalized(graph, self._rows(arguments), len(call.leaves))
+        stages = stage_graphs(loss.graph, few.cuts, loss.places.stop, self.options.line)
         check_weights(stages, few.owners, self.options.line)
         runs = self.schedule.microbatches
         sync = Sync(runs > 1, runs)
         setting = self.options.asked.setting(self.module, self.plan, arguments, self.options.line, True, sync)
-        return _CutModel(graph, stages, setting)
+        return _CutModel(loss, stages, loss.taken_into(setting))
+
+    def _rows(self, arguments: Arguments) -> dict[int, int]:
+        """By place of the arguments that are cut into micro-batches their rows."""
+        shapes = {place: shape for place, shape in arguments.shapes.items() if shape}
+        cut = [place for place in shapes if (spec := arguments.specs.get(place)) and spec[0] is not None]
+        rows = next((shapes[place][0] for place in cut or shapes), None)
+        return {place: shape[0] for place, shape in shapes.items() if shape[0] == rows}
 
     def _program(self, found: _CutModel, place: int, stage: int) -> StageProgram:
         """The program of a captured stage, on the ranks of a stage of the model."""

@@ -14,11 +14,13 @@ from ...errors import SourceLine
 from ...mesh import DeviceMesh
 from ...runtime.world import World
 from ...sharding.value import Sharding
+from ..accumulating import SYNCED
 from ..captured_graph import Source
 from ..joint import planned
 from ..plans import Spec
 from ..steps import Half, Setting, Step
 from .borders import Borders, Crossing
+from .normalizers import Normalized
 from .stages import StageGraph
 from .summing import summing
 
@@ -107,6 +109,14 @@ def stage_program(stage: StageGraph, setting: Setting, is_split: bool) -> StageP
     )
     step = planned(stage.graph, made)
     return StageProgram(stage, step, setting.mesh, specs, summing(step, stage.graph, made))
+
+
+def counting_program(loss: Normalized, setting: Setting) -> StageProgram | None:
+    """Plan what a loss's normalizers are added up of; None where it has none."""
+    if loss.counts is None:
+        return None
+    alone = replace(setting, context=None, ends={}, sync=SYNCED)
+    return StageProgram(StageGraph((), (), loss.counts), planned(loss.counts, alone), setting.mesh, {})
 
 
 def border_spec(crossing: Crossing, setting: Setting) -> Spec:

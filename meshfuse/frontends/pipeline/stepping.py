@@ -14,6 +14,7 @@ from ..captured_graph import Source
 from ..forward_reads import NOTHING_READ, ForwardReads
 from .assignment import Assignment
 from .borders import Borders
+from .normalizers import Normalized
 from .program import StageProgram
 from .schedule import BACKWARD, FORWARD, OF_INPUTS, OF_WEIGHTS, Action
 from .transport import BetweenRanks, Expected, InProcess, Message, Transport, messages_of, needs_of
@@ -30,6 +31,7 @@ class Planned:
     programs: by stage, of this rank's, what it runs.
     constants: the module that has tensors which the stages read and no user knows; None where there are none.
     reads: what the forward read beside its arguments.
+    loss: what the loss is divided by; None where nobody looked. counting: computes what that is added up of.
     """
 
     borders: tuple[Borders, ...]
@@ -37,6 +39,8 @@ class Planned:
     loss_dtype: torch.dtype
     constants: Any = None
     reads: ForwardReads = NOTHING_READ
+    loss: Normalized | None = None
+    counting: StageProgram | None = None
 
 
 class Values(Protocol):
@@ -73,6 +77,28 @@ def stepped(work: Work, with_gradients: bool) -> tuple[torch.Tensor, dict[str, t
     step = _Step(work)
     step.run(with_gradients)
     return step.loss(), step.gradients() if with_gradients else {}
+
+
+def normalizers_of(
+    planned: Sequence[Planned], values: Values, shares: Sequence[float], backend: str | None
+) -> list[list[torch.Tensor]]:
+    """By micro-batch what its loss is divided by; nothing on ranks without the last stage."""
+    counted = [_counted(part, values, place, backend) for place, part in enumerate(planned)]
+    normalizers = planned[0].loss.normalizers if planned[0].loss is not None and counted[0] else ()
+    columns = [one.of_batch([parts[i] for parts in counted], shares) for i, one in enumerate(normalizers)]
+    return [[column[place] for column in columns] for place in range(len(planned))]
+
+
+def _counted(planned: Planned, values: Values, microbatch: int, backend: str | None) -> list[torch.Tensor]:
+    """What a micro-batch has of each normalizer."""
+    program = planned.counting
+    if program is None:
+        return []
+    half = program.step.forward
+    taken = {source: values.of(source, microbatch) for source in half.inputs}
+    local = {source: getattr(value, "_local_tensor", value) for source, value in taken.items()}
+    made = program.run(half, local, None, backend)
+    return [made[source] for source in half.outputs]
 
 
 @dataclass(slots=True)
