@@ -44,7 +44,8 @@ class Place:
         kind = tuple(shape), local.dtype
         if kind not in self._specs:
             self._specs[kind] = _spec(self.torch_mesh, self.placements, *kind)
-        return DTensor(local, self._specs[kind], requires_grad=False)  # what from_local does, without its checks
+        # What from_local does, without its checks; torch wraps an __init__ that does nothing in three functions.
+        return DTensor.__new__(DTensor, local, self._specs[kind], requires_grad=False)
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a whole tensor; itself where ranks are simulated."""
