@@ -71,7 +71,11 @@ class Runner:
         self._terms = [self._terms_of(module, source) for source in terms]
         left = {name: self._places.of_terms(name, [split.axis for split in sharding.partial if split.axis])
                 for name, sharding in self.step.left.items()}  # fmt: skip
-        self._gradients = [(at[s.of_input()], left.get(s.name) or parameters.get(s.name), s.name) for s in half.outputs]
+        self._gradients = [(at[s.of_input()], left.get(s.name) or parameters.get(s.name), self._places.shapes.get(s.name))
+                           for s in half.outputs]  # fmt: skip
+        # Places in `sources` of parameters that are DTensors, whose gradients lie as they do.
+        self.alike = [] if self._places.is_simulated else [
+            at[s.of_input()] for s in half.outputs if s.name in parameters and s.name not in left]  # fmt: skip
         self._fed_by: list[frozenset[int]] | None = None
 
     def _terms_of(self, module: nn.Module, source: Source) -> tuple[Place, str, Getter | None]:
@@ -172,9 +176,9 @@ class Runner:
         outputs = self._run(half, [fed[i] for i in self._order])
         found: list[Any] = [None] * len(self.sources)
         none = self._unfed(tangents)
-        for number, ((place, wrap, name), local) in enumerate(zip(self._gradients, outputs, strict=True)):
+        for number, ((place, wrap, shape), local) in enumerate(zip(self._gradients, outputs, strict=True)):
             if number not in none:
-                found[place] = local if wrap is None else wrap.wrapped(local, self._places.shapes[name])
+                found[place] = local if wrap is None or shape is None else wrap.wrapped(local, shape)
         return found
 
     def _unfed(self, tangents: Sequence[Any]) -> set[int]:
@@ -264,30 +268,29 @@ class _Function(torch.autograd.Function):
         if torch.is_grad_enabled():
             found = _without_gradients(found, ctx.primals)
         elif not torch.is_anomaly_enabled():  # torch looks for NaN in what it is handed.
-            _put(ctx.next_functions, found)
+            _put(ctx.runner.alike, ctx.next_functions, found)
         return None, *found
 
 
-def _put(nodes: Sequence[tuple[Any, int]], gradients: list[Any]) -> None:
-    """Put gradients that are DTensors into `.grad` of parameters that have none; torch is left to add up the others.
+def _put(places: Sequence[int], nodes: Sequence[tuple[Any, int]], gradients: list[Any]) -> None:
+    """Put gradients at these places into `.grad` of parameters that have none; torch is left to add up the others.
 
+    Among these are terms of a sum, which a gradient that is summed can take in, but not be added to.
     It would put it there itself, but for a detach() of each, which takes a DTensor 20 us: more than all else that is
     done for a parameter on the host.
     """
-    for place, (node, _) in enumerate(nodes):
-        leaf, gradient = getattr(node, "variable", None), gradients[place]
-        if leaf is not None and is_dtensor(gradient) and _is_only_put(leaf, gradient) and _is_accumulated(node):
+    for place in places:
+        node, gradient = nodes[place][0], gradients[place]
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and gradient is not None and _is_only_put(leaf, gradient) and _is_accumulated(node):
             leaf.grad, gradients[place] = gradient, None
 
 
 def _is_only_put(leaf: Any, gradient: Any) -> bool:
-    """Whether torch would neither add nor cast a gradient nor hand it to a hook.
-
-    Terms of a sum it may have to add to one that is summed, which can take them in, but not be added to them.
-    """
+    """Whether torch would neither add nor cast a gradient nor hand it to a hook."""
     if leaf.grad is not None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
         return False
-    return getattr(leaf, "placements", None) == gradient.placements and getattr(leaf, "grad_dtype", leaf.dtype) == gradient.dtype
+    return is_dtensor(leaf) and getattr(leaf, "grad_dtype", leaf.dtype) == gradient.dtype
 
 
 def _is_accumulated(node: Any) -> bool:
