@@ -71,8 +71,10 @@ class Runner:
         self._terms = [self._terms_of(module, source) for source in terms]
         left = {name: self._places.of_terms(name, [split.axis for split in sharding.partial if split.axis])
                 for name, sharding in self.step.left.items()}  # fmt: skip
-        self._gradients = [(at[s.of_input()], left.get(s.name) or parameters.get(s.name), self._places.shapes.get(s.name))
-                           for s in half.outputs]  # fmt: skip
+        self._gradients = [
+            (at[s.of_input()], left.get(s.name) or parameters.get(s.name), self._places.shapes.get(s.name))
+            for s in half.outputs
+        ]
         # Places in `sources` of parameters that are DTensors, whose gradients lie as they do.
         self.alike = [] if self._places.is_simulated else [
             at[s.of_input()] for s in half.outputs if s.name in parameters and s.name not in left]  # fmt: skip
@@ -296,7 +298,7 @@ def _is_only_put(leaf: Any, gradient: Any) -> bool:
 def _is_accumulated(node: Any) -> bool:
     """Whether what runs is a backward() for this leaf among others, and not `torch.autograd.grad`."""
     try:
-        return torch._C._will_engine_execute_node(node)  # pyright: ignore[reportAttributeAccessIssue]
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:
         return False
 
