@@ -21,6 +21,7 @@ from .graph import Graph
 from .mesh import DeviceMesh
 from .number_text import duration, number
 from .planner.effort import Effort
+from .planner.op_labels import KnownLabels
 from .planner.open_inputs import OpenInputs
 from .planner.place_inputs import Placed, place_inputs
 from .planner.prices import Prices
@@ -96,6 +97,7 @@ class _Search:
     effort: Effort
     max_memory: float | None
     prices: Prices = field(default_factory=lambda: Prices(whole_axes))
+    labels: KnownLabels = field(default_factory=KnownLabels)
     known: dict[tuple[Sharding, ...], _Found] = field(default_factory=dict)
 
     @property
@@ -114,7 +116,8 @@ class _Search:
 
     def _at(self, opened: OpenInputs, price: float) -> _Found:
         """The plan at a price of memory."""
-        placed = place_inputs(self.graph, self.mesh, dataclasses.replace(opened, price=price), self.prices)
+        opened = dataclasses.replace(opened, price=price)
+        placed = place_inputs(self.graph, self.mesh, opened, self.prices, self.labels)
         key = tuple(placed.inputs.values())
         if key not in self.known:
             self.known[key] = self._planned(placed)

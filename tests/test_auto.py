@@ -167,7 +167,7 @@ def test_inputs_that_have_to_lie_in_parts_cost_what_gathering_them_costs() -> No
     x, *weights = graph.input_tensors
     every = OpenInputs.of(graph, ONE, {}).places
     places = {x: every[x][:1], **{w: tuple(s for s in every[w] if s.dims[0]) for w in weights}}
-    found = place_inputs(graph, ONE, OpenInputs(places), Prices(whole_axes))
+    found = place_inputs(graph, ONE, OpenInputs(places), Prices(whole_axes), {})
     assert found.plan.seconds == pytest.approx(made(annotated=True).compile().planned.seconds, rel=1e-6)
 
 

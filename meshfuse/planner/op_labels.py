@@ -25,7 +25,7 @@ from .labels import Label, Near, Spot, axis_labels, identity, nowhere, others, o
 from .prices import Shardings
 from .reshard_costs import Atoms, AtomsOf, atoms_of_split
 from .special_layouts import SpecialLayouts
-from .ties import by_preference, placement_key
+from .ties import by_placement
 
 _T = TypeVar("_T", bound=Hashable)
 
@@ -191,7 +191,7 @@ class LabelMaker:
             for label, seconds in self._labels_on(node, mesh, special[mesh], made):
                 found.setdefault(identity(label.placement), (label, seconds))
         placements, spots = zip(*[label for label, _ in found.values()], strict=True)
-        ties = by_preference([placement_key(placement) for placement in placements])
+        ties = by_placement(placements)
         numbers = {key: n for n, key in enumerate(found)}
         seconds = np.array([seconds for _, seconds in found.values()])
         windows = [p.results[0] for p in placements if p.step is not None] if node.call.op.window is not None else ()

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,13 +23,19 @@ from ..sharding.value import Sharding
 # Seconds by which the last label of an op exceeds its first; the part of it that depends on the op.
 _MOST, _OWN = 1e-15, 1e-3
 Key = tuple[object, ...]
+_T = TypeVar("_T", bound=Hashable)
 
 
 def by_preference(keys: Sequence[Key]) -> np.ndarray:
     """Seconds that are added to what each of these choices costs."""
-    ranks = np.empty(len(keys))
-    ranks[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
-    return ranks * (_MOST / max(len(keys), 1))
+    return _in_order(sorted(range(len(keys)), key=keys.__getitem__))
+
+
+def _in_order(order: Sequence[int] | np.ndarray) -> np.ndarray:
+    """The seconds of choices of which these are the numbers, the preferred one first."""
+    ranks = np.empty(len(order))
+    ranks[order] = np.arange(len(order))
+    return ranks * (_MOST / max(len(order), 1))
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -41,10 +49,24 @@ def own(number: float) -> float:
     return 1 + _OWN * number
 
 
-def placement_key(placement: Placement) -> Key:
-    """Where a placement comes among those of its op."""
-    sides = [sharding_key(s) for s in (*placement.results, *placement.operands)]
-    return placement.step is not None, placement.carry.operands, *sides
+def by_placement(placements: Sequence[Placement]) -> np.ndarray:
+    """Seconds that are added to what each of an op's placements costs.
+
+    What orders them is what they send, what they carry on, and then the sharding of every result and operand. An op
+    has far fewer shardings than placements: these are ordered first, and placements by their numbers.
+    """
+    sides = zip(*[(*p.results, *p.operands) for p in placements], strict=True)
+    columns = [_numbers([p.step is not None for p in placements], bool)]
+    columns += [_numbers([p.carry.operands for p in placements], tuple)]
+    columns += [_numbers(side, sharding_key) for side in sides]
+    return _in_order(np.lexsort(columns[::-1]))
+
+
+def _numbers(choices: Sequence[_T], key: Callable[[_T], Any]) -> list[int]:
+    """Where each choice comes in the order of these keys; equal ones at the same place."""
+    ordered = itertools.groupby(sorted(dict.fromkeys(choices), key=key), key)
+    places = {choice: n for n, (_, alike) in enumerate(ordered) for choice in alike}
+    return [places[choice] for choice in choices]
 
 
 @functools.lru_cache(maxsize=1 << 14)

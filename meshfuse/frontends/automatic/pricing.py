@@ -12,6 +12,7 @@ from ...definition.annotation import spec_of
 from ...errors import SourceLine
 from ...graph import Graph
 from ...mesh import DeviceMesh
+from ...planner.op_labels import KnownLabels
 from ...planner.open_inputs import OpenInputs
 from ...planner.place_inputs import place_inputs
 from ...planner.prices import Prices
@@ -143,6 +144,7 @@ class OpenStep:
 
     batch: the arguments with the rows of the batch, if a step has several micro-batches.
     said: what an input lies as in words of specs.
+    labels: those of the ops, which are the same at every price of memory.
     """
 
     graph: Graph
@@ -153,16 +155,17 @@ class OpenStep:
     batch: tuple[int, ...]
     said: Callable[[Source, Sharding | None], Spec]
     names: Mapping[int, str]
+    labels: KnownLabels = field(default_factory=KnownLabels)
 
     def placed(self, price: float, pricer: Pricer) -> Layered:
         """The best plan at a price of memory, and what its layers take."""
         places = {i: pricer.fitting(self.sources[i], each) for i, each in self.inputs.places.items()}
         opened = dataclasses.replace(self.inputs, places=places, price=price)
-        found = place_inputs(self.graph, self.mesh, opened, pricer.prices)
+        found = place_inputs(self.graph, self.mesh, opened, pricer.prices, self.labels)
         alike = self._rows_alike(places, found.inputs)
         if alike is not None:
             opened = dataclasses.replace(opened, places={**places, **alike})
-            found = place_inputs(self.graph, self.mesh, opened, pricer.prices)
+            found = place_inputs(self.graph, self.mesh, opened, pricer.prices, self.labels)
         there = found.inputs | found.followers
         graph, plan = self.graph.annotated(there), found.plan
         sharded = ShardedDefinition(graph, plan.choices, {**plan.shardings, **there}, plan.gap)

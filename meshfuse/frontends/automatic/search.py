@@ -82,15 +82,20 @@ class Search:
                     yield f"{axis}: {role}", found
 
     def _axes(self) -> Iterator[str]:
-        """The axes that may have stages, "" for none. Of axes that are alike the first one."""
-        mesh, roles = self.pricer.mesh, self.pricer.roles
-        said = next((axis for axis, role in roles.items() if role == PIPELINE), None)
+        """The axes that may have stages, "" for none. Of axes that are alike the first one.
+
+        Stages come first: the ranks of one stage have fewer axes, and are planned sooner, than all ranks together. What
+        takes less time than all of these is then soon known.
+        """
+        said = next((axis for axis, role in self.pricer.roles.items() if role == PIPELINE), None)
         if said is not None:
             yield said
             return
+        yield from self._axes_for_stages() if self.has_stages else ()
         yield ""
-        if not self.has_stages:
-            return
+
+    def _axes_for_stages(self) -> Iterator[str]:
+        mesh, roles = self.pricer.mesh, self.pricer.roles
         seen, taken = set[object](), {*roles, *self.pricer.model.named_axes}
         for axis, size, link in zip(mesh.names, mesh.shape, mesh.links, strict=True):
             fits = 1 < size <= len(self.pricer.model.few.names) and axis not in taken
@@ -114,30 +119,32 @@ class Search:
         every = self._counts(ranks)
         counts = [m for m in every if not axis or self._may_win(ranks, m)]
         if not counts:
-            self.passed.append(Passed(axis, self._idling(ranks, every[-1])))
+            assert self.best is not None
+            self.passed.append(Passed(axis, self._idling(self.best, ranks, every[-1])))
             return
         found = self._fastest(Arrangement(axis, ranks), counts) if axis else self._as_few_as_fit(Arrangement(), counts)
         self.others.append(found)
         if found.memory <= self.limit and (self.best is None or found.seconds < self.best.seconds):
             self.best = found
 
-    def _idling(self, ranks: int, microbatches: int) -> float:
+    def _idling(self, best: Found, ranks: int, microbatches: int) -> float:
         """Seconds of a step at the least: no tensor moves, and stages wait for the first micro-batch alone."""
-        return self._ideal() * (microbatches + ranks - 1) / microbatches
+        return self._ideal(best) * (microbatches + ranks - 1) / microbatches
 
-    def _ideal(self) -> float:
-        """Seconds of a step's computation, spread evenly over all ranks."""
-        model = self.pricer.model
-        costs = self.pricer.layered(Arrangement()).costs
-        return sum(cost.ideal for cost in (costs.before, *expanded(costs, model.few), costs.behind))
+    def _ideal(self, best: Found) -> float:
+        """Seconds of a step's computation, spread evenly over all ranks: as of the best step so far."""
+        how = replace(best.arrangement, recomputes=False)
+        costs, few = self.pricer.layered(how).costs, self.pricer.model.few
+        alone = sum(cost.ideal for cost in (costs.before, *expanded(costs, few), costs.behind))
+        return alone * how.microbatches / how.ranks
 
     def _may_win(self, ranks: int, microbatches: int) -> bool:
-        return self.best is None or self._idling(ranks, microbatches) < self.best.seconds
+        return self.best is None or self._idling(self.best, ranks, microbatches) < self.best.seconds
 
     def _as_few_as_fit(self, start: Arrangement, counts: Sequence[int]) -> Found:
-        """With as few micro-batches as fit into memory: more of them hold less."""
+        """With as few micro-batches as fit into memory: more of them hold less, and without stages take longer."""
         found = self._of(replace(start, microbatches=counts[0]))
-        if found.memory <= self.limit or len(counts) == 1:
+        if found.memory <= self.limit or len(counts) == 1 or (not start.axis and self._is_slower(found)):
             return found
         over, fits = 0, len(counts) - 1
         found = self._of(replace(start, microbatches=counts[fits]))
@@ -182,18 +189,25 @@ class Search:
         return (over, found.seconds)
 
     def _of(self, arrangement: Arrangement) -> Found:
-        """The fastest plan of an arrangement within the limit, or else one that holds least."""
+        """The fastest plan of an arrangement within the limit, or else one that holds least.
+
+        One that is slower than the best so far is not made to hold less: no plan that holds less is faster.
+        """
         found = list[Found]()
         for again in (False, True) if self.pricer.model.few.names else (False,):
             asked = replace(arrangement, recomputes=again)
             free = self._priced(asked)
-            if free.memory > self.limit:
+            is_slower = self._is_slower(free)
+            if free.memory > self.limit and not is_slower:
                 free = fastest_within(self.limit, free, functools.partial(self._priced, asked), _HALVINGS)
             found.append(free)
             self.least = min(self.least, free.memory)
-            if free.memory <= self.limit:
+            if free.memory <= self.limit or is_slower:
                 break
         return min(found, key=self._key)
+
+    def _is_slower(self, found: Found) -> bool:
+        return self.best is not None and found.seconds >= self.best.seconds
 
     def _priced(self, asked: Arrangement, price: float = 0.0) -> Found:
         """The best schedule of an arrangement at a price of memory."""
