@@ -322,7 +322,8 @@ class FusionDefinition(WrittenDefinition):
 
     def latest(self, shapes: Sequence[Sequence[int]] = ()) -> CompiledProgram:
         """The program that ran or was compiled last, for these shapes if any are given; compiled if there is none."""
-        return self._programs.latest(shapes, caller_line())
+        ran = self._programs.last_run
+        return ran.compiled if ran is not None and not shapes else self._programs.latest(shapes, caller_line())
 
     def explain(self, tensor: TensorView | str | None = None, *shapes: Sequence[int]) -> str:
         """Why a tensor is sharded as it is, and what is communicated for it; without a tensor a table of them all.

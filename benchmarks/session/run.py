@@ -2,9 +2,10 @@
 
     python benchmarks/session/run.py [--count N]
 
-The bare channel is what Python itself takes: three processes behind socket pairs that send 28 bytes back, and a thread
-behind a queue. A decode step through a session is beside the same one under `meshfuse run`. Each measurement is
-repeated in turn with its rival's, so that other load falls on both.
+The bare channel is what Python itself takes: three processes behind socket pairs that send 28 bytes back, and threads
+behind queues: one beside the processes, or four alone. Issues are beside its sends. A decode step through a session is
+beside the same one under `meshfuse run`. Each measurement is repeated in turn with its rival's, so that other load
+falls on both.
 """
 
 from __future__ import annotations
@@ -41,46 +42,76 @@ def median(action: Callable[[], object], count: int) -> float:
     return sorted(times)[count // 2]
 
 
-class BareChannel:
-    """Three forked processes and a thread that give back what they get."""
+class BareThread:
+    """A thread that gives back what it gets."""
 
     def __init__(self) -> None:
-        self._sockets = [self._fork() for _ in range(3)]
         self._requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._echo, daemon=True).start()
-
-    def _fork(self) -> socket.socket:
-        mine, its = socket.socketpair()
-        if os.fork() == 0:
-            mine.close()
-            while data := its.recv(4096):
-                its.send(data[:28])
-            os._exit(0)
-        its.close()
-        return mine
 
     def _echo(self) -> None:
         while True:
             self._answers.put(self._requests.get())
 
-    def round_trip(self) -> None:
-        """To all four and back."""
-        self.send()
+    def send(self) -> None:
         self._requests.put(b"")
-        for sock in self._sockets:
-            sock.recv(4096)
+
+    def receive(self) -> None:
         self._answers.get()
 
+
+class BareProcess:
+    """A forked process that gives back 28 bytes of what it gets."""
+
+    def __init__(self) -> None:
+        self._socket, its = socket.socketpair()
+        if os.fork() == 0:
+            self._socket.close()
+            while data := its.recv(4096):
+                its.send(data[:28])
+            os._exit(0)
+        its.close()
+
     def send(self) -> None:
-        """To the processes."""
-        for sock in self._sockets:
-            sock.send(b"x" * 100)
+        self._socket.send(b"x" * 100)
+
+    def receive(self) -> None:
+        self._socket.recv(4096)
 
 
-def session_times(channel: BareChannel, count: int) -> dict[str, float]:
-    """Call and sync, issue, copies."""
+class BareChannel:
+    """Three processes and a thread, or four threads. Threads are sent to last, as a session does."""
+
+    def __init__(self) -> None:
+        self._processes = [*[BareProcess() for _ in range(3)], BareThread()]
+        self._threads = [BareThread() for _ in range(4)]
+
+    def round_trip(self) -> None:
+        """To three processes and a thread, and back."""
+        self.send()
+        self.receive()
+
+    def send(self) -> None:
+        for peer in self._processes:
+            peer.send()
+
+    def receive(self) -> None:
+        for peer in self._processes:
+            peer.receive()
+
+    def round_trip_of_threads(self) -> None:
+        """To four threads and back; the one that is sent to last is waited for first."""
+        for peer in self._threads:
+            peer.send()
+        for peer in reversed(self._threads):
+            peer.receive()
+
+
+def session_times(channel: BareChannel, count: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Call and sync, issue, copies; and the same of a bare channel, which has no copies."""
     found: dict[str, list[float]] = {}
+    bare: dict[str, list[float]] = {}
     with di.ThreadedSession(4) as threads, di.ProcessSession(4) as processes:
         kinds: tuple[di.Session, ...] = (threads, processes)
         functions: dict[di.Session, di.DRef] = {session: session.call(lambda: int) for session in kinds}
@@ -89,23 +120,36 @@ def session_times(channel: BareChannel, count: int) -> dict[str, float]:
             functions[session](1)
             session.sync()
 
+        measured: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {
+            "call + sync, 4 threads": (
+                lambda: median(lambda: call_and_sync(threads), count),
+                lambda: median(channel.round_trip_of_threads, count)),
+            "call + sync, 4 processes": (
+                lambda: median(lambda: call_and_sync(processes), count), lambda: median(channel.round_trip, count)),
+            "issue, 4 processes": (
+                lambda: _issue(lambda: functions[processes](1), processes.sync, count),
+                lambda: _issue(channel.send, channel.receive, count)),
+        }  # fmt: skip
         for _ in range(5):
-            found.setdefault("bare channel, 4", []).append(median(channel.round_trip, count))
-            found.setdefault("call + sync, 4 threads", []).append(median(lambda: call_and_sync(threads), count))
-            found.setdefault("call + sync, 4 processes", []).append(median(lambda: call_and_sync(processes), count))
-            found.setdefault("issue, 4 processes", []).append(_issue(functions[processes], processes, count))
+            for name, (ours, its) in measured.items():
+                found.setdefault(name, []).append(ours())
+                bare.setdefault(name, []).append(its())
         found["64 MB to a process, GiB/s"] = _copies(processes)
-    return {name: sorted(values)[len(values) // 2] for name, values in found.items()}
+    return _medians(found), _medians(bare)
 
 
-def _issue(function: di.DRef, session: di.Session, count: int) -> float:
-    """One call at a time, of idle workers; the sync is not counted."""
+def _medians(found: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def _issue(issue: Callable[[], object], wait: Callable[[], object], count: int) -> float:
+    """One call at a time, of idle workers; the wait is not counted."""
     times = []
     for _ in range(count):
         start = time.perf_counter()
-        function(1)
+        issue()
         times.append((time.perf_counter() - start) * 1e6)
-        session.sync()
+        wait()
     return sorted(times)[count // 2]
 
 
@@ -219,10 +263,9 @@ def medians(runs: list[dict[str, float]]) -> dict[str, float]:
 
 def measured(count: int, rounds: int) -> list[dict[str, object]]:
     """All results. Runs of `rpc` and of torch's take turns."""
-    session = session_times(BareChannel(), count)
-    channel = session.pop("bare channel, 4")
+    session, bare = session_times(BareChannel(), count)
     copied = session["64 MB to a process, GiB/s"]
-    results = [row(name, value, channel, "a bare channel") for name, value in session.items() if value is not copied]
+    results = [row(name, session[name], bare[name], "a bare channel") for name in bare]
     pairs = [(rpc_times("meshfuse", count), rpc_times("torch", count)) for _ in range(rounds)]
     ours, theirs = (medians([pair[side] for pair in pairs]) for side in (0, 1))
     results.append(row("64 MB to a process, GiB/s", copied, theirs["64 MB to a process, GiB/s"], "torch's rpc"))

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ..compiler import CompiledProgram
 from ..errors import caller_line, user_error
+from ..executor.argument_guards import PLAIN
 from ..executor.dtensor import is_dtensor, settled
 from ..runtime.world import World
 from ..sharding.value import Sharding
@@ -21,10 +22,12 @@ from .steps import Half, Step
 
 # Gives a module's tensor by its table and its name there.
 Getter = tuple[Mapping[str, Any], str]
+# What a call has of a module and of its arguments.
+_OF_CALL = ("parameter", "buffer", "constant", "argument")
 
 
 class Runner:
-    """Runs the step that was planned for one kind of call.
+    """Runs the step that was planned for one kind of call. What all such calls have in common is worked out once, here.
 
     full: makes the runner whose backward takes gradients of all results; this one's takes those of numbers alone.
     """
@@ -33,27 +36,54 @@ class Runner:
         self, module: nn.Module, graph: Captured, step: Step, places: Places, parameters: Mapping[str, Place],
         draw: Callable[[], int], backend: str | None, full: Callable[[], Runner] | None,
     ) -> None:  # fmt: skip
-        self.graph, self.step, self._places, self._parameters = graph, step, places, parameters
+        self.graph, self.step, self._places = graph, step, places
         self._draw, self._backend, self.full = draw, backend, full
-        halves = [step.forward, *([step.backward] if step.backward is not None else [])]
-        kinds = ("parameter", "buffer", "constant", "argument")
-        read = [s for half in halves for s in half.inputs if s.kind in kinds]
+        reads = [s for s in step.backward.inputs if s.kind in _OF_CALL] if step.backward is not None else []
         written = [s.of_input() for s in step.forward.outputs if s.kind == "mutation"]  # Some are never read.
-        self.sources = list(dict.fromkeys([*read, *written]))
-        self._index = {source: place for place, source in enumerate(self.sources)}
+        self.sources = list(dict.fromkeys([*step.forward.inputs, *reads, *written]))
         self._getters = [_getter(module, graph, source) for source in self.sources]
         self._results = [source for source in step.forward.outputs if source.kind == "result"]
-        self._mutated = [source for source in step.forward.outputs if source.kind == "mutation"]
-        self._fed_by: Mapping[Source, frozenset[int]] | None = None
-        self._changed = [source.place for source in self._mutated if source.of == "argument"]
+        self._changed = [source.place for source in written if source.kind == "argument"]
         self._states = graph.states()
         self._wraps = [self._wrap(source, i) for i, source in enumerate(self._results)]
+        self._constant = [i for i, source in enumerate(self._results) if source.place in graph.detached]
         self._draws = any(node.draws for node in step.forward.fd.recording.nodes)
-        self._left = {name: places.of_terms(name, [split.axis for split in left.partial if split.axis])
-                      for name, left in step.left.items()}  # fmt: skip
-        held = [s for half in halves for s in half.inputs if s.kind == "terms"]
-        self._held = {s: _getter(module, graph, Source("parameter", s.name)) for s in held}
-        self._reads = [s for s in step.backward.inputs if s.kind in kinds] if step.backward is not None else []
+        at = {source: place for place, source in enumerate(self.sources)}
+        self._fed, self._written = [at[s] for s in step.forward.inputs], [at[s] for s in written]
+        self._read = [(at[source], source in written) for source in reads]
+        if step.backward is not None:
+            self._plan_backward(module, step.backward, reads, at, parameters)
+
+    def _plan_backward(
+        self, module: nn.Module, half: Half, reads: Sequence[Source], at: Mapping[Source, int],
+        parameters: Mapping[str, Place],
+    ) -> None:  # fmt: skip
+        """Find out where the backward's inputs come from: from what is kept, saved, terms and tangents, in this order.
+
+        Of each gradient also which source it is of, and how it becomes a DTensor.
+        """
+        tangents = [(i, Source("tangent", place=s.place)) for i, s in enumerate(self._results)]
+        tangents = [(i, source) for i, source in tangents if source in half.inputs]
+        terms = [source for source in half.inputs if source.kind == "terms"]
+        saved = [Source("saved", place=i) for i in range(self.step.saved)]
+        order = {s: i for i, s in enumerate([*reads, *saved, *terms, *(s for _, s in tangents)])}
+        self._order, self._tangents = [order[source] for source in half.inputs], [i for i, _ in tangents]
+        self._terms = [self._terms_of(module, source) for source in terms]
+        left = {name: self._places.of_terms(name, [split.axis for split in sharding.partial if split.axis])
+                for name, sharding in self.step.left.items()}  # fmt: skip
+        self._gradients = [
+            (at[s.of_input()], left.get(s.name) or parameters.get(s.name), self._places.shapes.get(s.name))
+            for s in half.outputs
+        ]
+        # Places in `sources` of parameters that are DTensors, whose gradients lie as they do.
+        self.alike = [] if self._places.is_simulated else [
+            at[s.of_input()] for s in half.outputs if s.name in parameters and s.name not in left]  # fmt: skip
+        self._fed_by: list[frozenset[int]] | None = None
+
+    def _terms_of(self, module: nn.Module, source: Source) -> tuple[Place, str, Getter | None]:
+        """Where terms of a parameter's gradient lie, its name, and where the parameter is."""
+        place = self._places.of_terms(source.name, self.step.taken[source.name])
+        return place, source.name, _getter(module, self.graph, Source("parameter", source.name))
 
     def _wrap(self, source: Source, place: int) -> Place | None:
         """How a result becomes a DTensor; None for a number, for what is simulated and where there is no gradient."""
@@ -95,12 +125,11 @@ class Runner:
 
     def forward_with(self, values: Sequence[Any], seed: int | None) -> tuple[list[Any], list[Any]]:
         """(results, what is saved), with the random numbers of a seed."""
-        half = self.step.forward
-        outputs = self._run(half, [_local(values[self._index[s]]) for s in half.inputs], seed)
-        results, changed = len(self._results), len(self._mutated)
-        for source, new in zip(self._mutated, outputs[results : results + changed], strict=True):
+        outputs = self._run(self.step.forward, [_local(values[i]) for i in self._fed], seed)
+        results, changed = len(self._results), len(self._written)
+        for i, new in zip(self._written, outputs[results : results + changed], strict=True):
             with torch.no_grad():
-                _local(values[self._index[source.of_input()]]).copy_(new)
+                _local(values[i]).copy_(new)
         return [self._shown(i, out) for i, out in enumerate(outputs[:results])], outputs[results + changed :]
 
     def _shown(self, place: int, local: torch.Tensor) -> torch.Tensor:
@@ -109,9 +138,7 @@ class Runner:
 
     def without_gradient(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results that have no gradient."""
-        detached = self.graph.detached
-        pairs = zip(results, self._results, strict=True)
-        return [r for r, source in pairs if source.place in detached or not differentiable(r.dtype)]
+        return [r for i, r in enumerate(results) if i in self._constant or not differentiable(r.dtype)]
 
     def program(self) -> CompiledProgram:
         """The program that ran last: with dynamic sizes one runner has several."""
@@ -139,30 +166,25 @@ class Runner:
 
     def kept(self, values: Sequence[Any]) -> list[Any]:
         """The inputs that the backward reads; of what the forward changes a copy."""
-        changed = {source.of_input() for source in self._mutated}
-        found = [(s, values[self._index[s]]) for s in self._reads]
-        return [value.detach().clone() if s in changed else value for s, value in found]
+        return [values[i].detach().clone() if is_changed else values[i] for i, is_changed in self._read]
 
     def backward(self, kept: Sequence[Any], saved: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         """Gradients in the order of `sources`, None where there is none."""
         half = self.step.backward
         assert half is not None
-        by_source: dict[Source, Any] = dict(zip(self._reads, kept, strict=True))
-        by_source |= {Source("saved", place=i): t for i, t in enumerate(saved)}
-        by_source |= {source: self._terms(source.name, *getter) for source, getter in self._held.items() if getter}
-        by_source |= {Source("tangent", place=s.place): self._tangent(i, t) for i, (s, t) in
-                      enumerate(zip(self._results, tangents, strict=True))}  # fmt: skip
-        outputs = self._run(half, [_local(by_source[s]) for s in half.inputs])
+        terms = [self._held_terms(*found) for found in self._terms]
+        given = [self._tangent(i, tangents[i]) for i in self._tangents]
+        fed = [*[_local(value) for value in kept], *saved, *terms, *given]
+        outputs = self._run(half, [fed[i] for i in self._order])
         found: list[Any] = [None] * len(self.sources)
         none = self._unfed(tangents)
-        for source, gradient in zip(half.outputs, outputs, strict=True):
-            if source in none:
-                continue
-            found[self._index[source.of_input()]] = self._gradient(source, gradient)
+        for number, ((place, wrap, shape), local) in enumerate(zip(self._gradients, outputs, strict=True)):
+            if number not in none:
+                found[place] = local if wrap is None or shape is None else wrap.wrapped(local, shape)
         return found
 
-    def _unfed(self, tangents: Sequence[Any]) -> set[Source]:
-        """The gradients that come of results alone that no gradient came for; torch has None for them.
+    def _unfed(self, tangents: Sequence[Any]) -> set[int]:
+        """The numbers of gradients that come of results alone that no gradient came for; torch has None for them.
 
         Those that have terms of earlier calls added to them are not nothing.
         """
@@ -170,22 +192,19 @@ class Runner:
         if not missing:
             return set()
         if self._fed_by is None:
-            self._fed_by = self.graph.fed_by()
-        unfed = {source for source, places in self._fed_by.items() if places and places <= missing}
-        return {source for source in unfed if source.name not in self.step.taken}
+            fed, outputs = self.graph.fed_by(), self.step.backward.outputs if self.step.backward is not None else ()
+            self._fed_by = [frozenset() if s.name in self.step.taken else fed.get(s, frozenset()) for s in outputs]
+        return {number for number, places in enumerate(self._fed_by) if places and places <= missing}
 
-    def _terms(self, name: str, table: Mapping[str, Any], key: str) -> torch.Tensor:
+    def _held_terms(self, place: Place, name: str, getter: Getter | None) -> torch.Tensor:
         """This rank's term of a parameter's gradient, which leaves `.grad`; zeros where it is there no more."""
-        place, parameter = self._places.of_terms(name, self.step.taken[name]), table[key]
+        assert getter is not None
+        parameter = getter[0][getter[1]]
         if is_dtensor(parameter.grad) and parameter.grad.placements == place.placements:
             found, parameter.grad = _local(parameter.grad), None
             return found
         shape = place.local_shape(self._places.shapes[name])
         return torch.zeros(shape, dtype=parameter.dtype, device=self._places.device)
-
-    def _gradient(self, source: Source, local: torch.Tensor) -> torch.Tensor:
-        place = self._left.get(source.name) or self._parameters.get(source.name)
-        return local if place is None else place.wrapped(local, self._places.shapes[source.name])
 
     def _tangent(self, place: int, given: torch.Tensor | None) -> torch.Tensor:
         """The gradient of a result in its sharding; zeros where none came."""
@@ -193,7 +212,7 @@ class Runner:
         if given is None:
             sharding, shape = self.step.results[place], self._shape(place)
             local = shape if wrap is None else Place(sharding, wrap.torch_mesh).local_shape(shape)
-            graph = self.step.forward.fd.latest().graph
+            graph = self.program().graph
             return torch.zeros(local, dtype=_dtype(graph.tensors[graph.outputs[place]]), device=self._places.device)
         if wrap is not None and is_dtensor(given):
             placed: Any = given
@@ -202,8 +221,7 @@ class Runner:
 
     def unexpected(self, tangents: Sequence[Any]) -> bool:
         """Whether a gradient came for a result that this step's backward takes none of."""
-        taken = {s.place for s in self.step.backward.inputs if s.kind == "tangent"} if self.step.backward else set()
-        return any(t is not None and s.place not in taken for s, t in zip(self._results, tangents, strict=True))
+        return any([t is not None and i not in self._tangents for i, t in enumerate(tangents)])
 
 
 def _dtype(tensor: Any) -> torch.dtype:
@@ -212,7 +230,8 @@ def _dtype(tensor: Any) -> torch.dtype:
 
 def _local(value: Any) -> Any:
     """This rank's own part of a DTensor; any other tensor as it is."""
-    return settled(value._local_tensor) if is_dtensor(value) else value
+    local = getattr(value, "_local_tensor", value)
+    return local if type(local) in PLAIN else settled(local)
 
 
 def _getter(module: nn.Module, graph: Captured, source: Source) -> Getter | None:
@@ -248,7 +267,40 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         with World.entered_by(ctx.entry), torch.no_grad():
             found = _gradients(ctx, tangents)
-        return None, *(_without_gradients(found, ctx.primals) if torch.is_grad_enabled() else found)
+        if torch.is_grad_enabled():
+            found = _without_gradients(found, ctx.primals)
+        elif not torch.is_anomaly_enabled():  # torch looks for NaN in what it is handed.
+            _put(ctx.runner.alike, ctx.next_functions, found)
+        return None, *found
+
+
+def _put(places: Sequence[int], nodes: Sequence[tuple[Any, int]], gradients: list[Any]) -> None:
+    """Put gradients at these places into `.grad` of parameters that have none; torch is left to add up the others.
+
+    Among these are terms of a sum, which a gradient that is summed can take in, but not be added to.
+    It would put it there itself, but for a detach() of each, which takes a DTensor 20 us: more than all else that is
+    done for a parameter on the host.
+    """
+    for place in places:
+        node, gradient = nodes[place][0], gradients[place]
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and gradient is not None and _is_only_put(leaf, gradient) and _is_accumulated(node):
+            leaf.grad, gradients[place] = gradient, None
+
+
+def _is_only_put(leaf: Any, gradient: Any) -> bool:
+    """Whether torch would neither add nor cast a gradient nor hand it to a hook."""
+    if leaf.grad is not None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+        return False
+    return is_dtensor(leaf) and getattr(leaf, "grad_dtype", leaf.dtype) == gradient.dtype
+
+
+def _is_accumulated(node: Any) -> bool:
+    """Whether what runs is a backward() for this leaf among others, and not `torch.autograd.grad`."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False
 
 
 def _gradients(ctx: Any, tangents: Sequence[Any]) -> list[Any]:

@@ -70,8 +70,13 @@ class ForwardReads:
         try:
             return (
                 all([now == before for now, before in self.tables])
-                and all([same(getattr(owner, name), value) for owner, name, value in self.attributes])
-                and all([same(holder[key], value) for holder, key, value in self.items])
+                and all(
+                    [
+                        getattr(owner, name) is value or same(getattr(owner, name), value)
+                        for owner, name, value in self.attributes
+                    ]
+                )
+                and all([holder[key] is value or same(holder[key], value) for holder, key, value in self.items])
                 and all([module.__dict__.get("forward") is forward for module, forward in self.replaced])
                 and all([_content(holder) == content for holder, content in self.contents])
                 and all([(key in holder) == was for holder, key, was in self.entries])

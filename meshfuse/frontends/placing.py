@@ -39,12 +39,14 @@ class Place:
         """A rank's shard as the tensor that a user sees."""
         if self.torch_mesh is None:
             return local
-        from torch.distributed.tensor import DTensor
+        return dtensor_of(local, self.spec(tuple(shape), local.dtype))
 
-        kind = tuple(shape), local.dtype
-        if kind not in self._specs:
-            self._specs[kind] = _spec(self.torch_mesh, self.placements, *kind)
-        return DTensor(local, self._specs[kind], requires_grad=False)  # what from_local does, without its checks
+    def spec(self, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        """What a DTensor of this shape says of itself."""
+        found = self._specs.get((shape, dtype))
+        if found is None:
+            found = self._specs[shape, dtype] = _spec(self.torch_mesh, self.placements, shape, dtype)
+        return found
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a whole tensor; itself where ranks are simulated."""
@@ -56,6 +58,13 @@ class Place:
             return tuple(shape)
         runs = self.sharding.runs(shape, World.current().rank)
         return tuple(sum(b - a for a, b in part) for part in runs)
+
+
+def dtensor_of(local: torch.Tensor, spec: Any) -> torch.Tensor:
+    """What from_local makes, without its checks."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)  # Its __init__ does nothing, in three wrappers.
 
 
 def _spec(torch_mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:

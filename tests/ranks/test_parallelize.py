@@ -21,6 +21,7 @@ from frontend_models import (
     pair,
     parameters_differ_by,
     train,
+    whole,
     worse_than_eager_by,
 )
 
@@ -133,3 +134,57 @@ def test_results_and_what_ranks_must_agree_on(ranks4: Any) -> None:
         assert found["plain"][0] == "Tensor" and max(found["plain"][1:]) < 1e-5
         assert "ranks disagree on the parameters of the module" in found["error"]
         assert "torch.manual_seed" in found["error"]
+
+
+def on_rank_gradients() -> dict[str, Any]:
+    """All ways in which torch's autograd hands out gradients, beside those of the eager model."""
+    fast()
+    found: dict[str, Any] = {}
+    model, eager = pair(Gpt, 1)
+    mf.parallelize(model, mf.DeviceMesh((1, 2), ("dp", "tp")), GPT_PLAN, inputs=INPUTS)
+
+    def both(run: Any) -> tuple[Any, Any]:
+        for each in (model, eager):
+            each.zero_grad()
+        return run(model), run(eager)
+
+    def loss(each: Any) -> torch.Tensor:
+        return each(ids(), ids(2))[0]
+
+    def differ(pairs: Any) -> float:
+        return max(difference(a, b) for a, b in zip(*pairs, strict=True))
+
+    found["grad"] = differ(
+        both(lambda each: torch.autograd.grad(loss(each), [each.norm.weight, each.layers[0].up.bias]))
+    )
+    found["untouched"] = all(p.grad is None for p in model.parameters())
+    both(lambda each: loss(each).backward(inputs=[each.norm.weight]))
+    found["inputs"] = gradients_differ_by(model, eager)
+    both(lambda each: [loss(each).backward() for _ in range(2)])
+    found["added"] = gradients_differ_by(model, eager)
+    both(lambda each: (loss(each) + 3 * loss(each) + whole(each.norm.weight).square().sum()).backward())
+    found["beside"] = gradients_differ_by(model, eager)
+
+    def hooked(each: Any) -> list[Any]:
+        seen, weight, bias = [], each.norm.weight, each.layers[0].up.bias
+        made = [
+            weight.register_hook(lambda grad: (seen.append(grad.detach()), grad * 2)[1]),
+            bias.register_post_accumulate_grad_hook(lambda p: (seen.append(p.grad), setattr(p, "grad", None))[0]),
+        ]
+        loss(each).backward()
+        for hook in made:
+            hook.remove()
+        return sorted(seen, key=lambda grad: grad.shape[0])
+
+    pairs = both(hooked)
+    found["hooked"] = differ(pairs), len(pairs[0])
+    found["after hooks"] = gradients_differ_by(model, eager)
+    return found
+
+
+def test_gradients_go_wherever_torch_is_asked_to_bring_them(ranks2: Any) -> None:
+    for found in ranks2.run(on_rank_gradients, timeout=140):
+        assert found["untouched"] and found["hooked"][1] == 2
+        for what in ("grad", "inputs", "added", "beside", "after hooks"):
+            assert found[what] < 1e-5, what
+        assert found["hooked"][0] < 1e-5
