@@ -190,7 +190,7 @@ class _Sending:
 
 @contextmanager
 def exchanging(module: nn.Module, names: Mapping[str, Room | None]) -> Iterator[None]:
-    """In this context these modules send rows to experts, whatever transformers would do; some have room for so many."""
+    """In this context these modules send rows to experts, with room for so many, whatever transformers would do."""
     parts: list[Any] = [module.get_submodule(name) for name in names]
     configs = {id(part.config): part.config for part in parts}.values()
     before = [(config, config._experts_implementation) for config in configs]
@@ -237,7 +237,8 @@ class _Exact(NamedTuple):
 
     @classmethod
     def of(cls, part: Any, x: torch.Tensor, chosen: torch.Tensor) -> _Exact:
-        return cls(*dispatch(x, chosen, part.num_experts), chosen, part.is_transposed)
+        rows, expert = dispatch(x, chosen, part.num_experts)
+        return cls(rows, expert, chosen, part.is_transposed)
 
     def times(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Rows times the matrices of their experts."""
