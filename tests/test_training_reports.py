@@ -51,6 +51,20 @@ def adapted() -> nn.Module:
     return model
 
 
+class Scored(nn.Module):
+    """Gives a loss and the features that it is of, and keeps statistics of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(6, 4), nn.BatchNorm1d(4)
+        self.seen = nn.Buffer(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        features = self.norm(self.up(x)) + self.seen
+        self.seen.copy_(features.detach().mean(0))
+        return features.square().sum(), features
+
+
 class Recurrent(nn.Module):
     """Layers that run several times in a forward."""
 
@@ -138,6 +152,17 @@ def of_two_forwards(model: Any) -> None:
     (second - first).square().sum().backward()
 
 
+def of_features_of_two_forwards(model: Any) -> None:
+    (_, first), (loss, second) = model(rows(0)), model(rows(1))
+    (loss + (second - first).square().sum()).backward()
+
+
+def of_losses_of_two_forwards(model: Any) -> None:
+    first, second = model(rows(0))[0], model(rows(1))[0]
+    (first - 2 * second).backward()
+    model(rows(2))[1].sum().backward()
+
+
 def cast(model: Any) -> None:
     model(rows()).sum().backward()
     model.zero_grad()
@@ -177,6 +202,8 @@ REPORTS: dict[str, tuple[Callable[[Any], None], Callable[[], nn.Module]]] = {
     "accelerate#4219, a scaler's left out step": (scaled, Mlp),
     "torchtitan#1732: steps in the backward": (stepped_in_backward, Mlp),
     "DeepSpeed#846: a loss of two forwards": (of_two_forwards, Mlp),
+    "pytorch#22095: two forwards that keep statistics": (of_losses_of_two_forwards, Scored),
+    "two forwards that keep statistics, by their features": (of_features_of_two_forwards, Scored),
     "pytorch#144289: other types later": (cast, Mlp),
     "pytorch#109648: assigned state dicts": (assigned, Mlp),
     "functional_call": (called_with_other_weights, Mlp),
@@ -193,6 +220,7 @@ def test_a_training_loop(report: str) -> None:
         loop(each)
     bound = 1e-5 if loop is cast else 1e-9
     assert gradients_differ_by(model, eager) < bound and parameters_differ_by(model, eager) < bound
+    torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()), rtol=1e-9, atol=1e-9)
 
 
 class Twice(nn.Module):

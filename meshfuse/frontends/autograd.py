@@ -168,6 +168,11 @@ class Runner:
         """The inputs that the backward reads; of what the forward changes a copy."""
         return [values[i].detach().clone() if is_changed else values[i] for i, is_changed in self._read]
 
+    def before(self, values: Sequence[Any]) -> list[Any]:
+        """What a forward is given, as it is before it; later calls may change it, too."""
+        written = set(self._written)
+        return [v.detach().clone() if i in written else v for i, v in enumerate(values)]
+
     def backward(self, kept: Sequence[Any], saved: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         """Gradients in the order of `sources`, None where there is none."""
         half = self.step.backward
@@ -253,10 +258,10 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, runner: Runner, *values: Any) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
-        kept = runner.kept(values)
+        kept, again = runner.kept(values), runner.before(values) if runner.full is not None else ()
         results, saved, ctx.seed = runner.forward(values)
         ctx.runner, ctx.count, ctx.entry = runner, len(kept), World.entry()
-        ctx.save_for_backward(*kept, *saved, *(values if runner.full is not None else ()))
+        ctx.save_for_backward(*kept, *saved, *again)
         ctx.saved_count = len(saved)
         # Not saved for backward: torch would mind that a script changes them in place before it.
         ctx.primals = [v for v, needed in zip(values, ctx.needs_input_grad[1:], strict=True) if needed]
@@ -341,11 +346,7 @@ def _again(runner: Runner, values: Sequence[Any], seed: int | None, tangents: Se
     other = runner.full()
     by_source = dict(zip(runner.sources, values, strict=True))
     given = [by_source[source] for source in other.sources]
-    before = [v.clone() if s.kind == "buffer" else None for s, v in zip(other.sources, given, strict=True)]
     kept = other.kept(given)
-    _, saved = other.forward_with(given, seed)
-    for value, old in zip(given, before, strict=True):
-        if old is not None:
-            value.copy_(old)
+    _, saved = other.forward_with(other.before(given), seed)
     found = dict(zip(other.sources, other.backward(kept, saved, tangents), strict=True))
     return [found.get(source) for source in runner.sources]
