@@ -50,23 +50,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="every case of tests of which a sample is run otherwise")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Of a test that passes a worker sends one report instead of three: each costs as much as a small test."""
-    worker = next((p for p in config.pluginmanager.get_plugins() if type(p).__name__ == "WorkerInteractor"), None)
-    if worker is None:
-        return
-    config.pluginmanager.unregister(worker)
-    send = worker.pytest_runtest_logreport
-
-    def send_some(report: pytest.TestReport) -> None:
-        if report.when == "call" or not report.passed:
-            send(report=report)
-
-    worker.pytest_runtest_logreport = send_some
-    worker.pytest_runtest_logstart = lambda: None
-    config.pluginmanager.register(worker)
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test that draws new examples until one fails has no time limit."""
     if config.getoption("--hypothesis-profile") == "fuzz":
