@@ -106,9 +106,9 @@ def one_by_one(capacity: Fraction, groups: int, dropped: list[int]) -> Any:
 
 @pytest.mark.parametrize(("mesh", "batch", "groups", "rows", "more"), [
     (mesh(ep=4), ["ep", None], None, 8, {}),
-    (mesh(dp=2, ep=2), [["dp", "ep"], None], None, 4, {"fsdp": "dp"}),
-    (mesh(ep=2, tp=2), ["ep", None], 4, 8, {"plan": "hf"}),
     (mesh(ep=2), [None, None], 3, 4, {}),  # groups that do not divide the tokens
+    pytest.param(mesh(dp=2, ep=2), [["dp", "ep"], None], None, 4, {"fsdp": "dp"}, marks=pytest.mark.models),
+    pytest.param(mesh(ep=2, tp=2), ["ep", None], 4, 8, {"plan": "hf"}, marks=pytest.mark.models),
 ])  # fmt: skip
 def test_experts_have_room_for_so_many_rows(
     mesh: mf.DeviceMesh, batch: Any, groups: int | None, rows: int, more: Any
