@@ -142,9 +142,14 @@ class Search:
         return self.best is None or self._idling(self.best, ranks, microbatches) < self.best.seconds
 
     def _as_few_as_fit(self, start: Arrangement, counts: Sequence[int]) -> Found:
-        """With as few micro-batches as fit into memory: more of them hold less, and without stages take longer."""
+        """With as few micro-batches as fit into memory: more of them hold less.
+
+        If a step is slower than the best so far, and would only be slower with more of them, no more are tried.
+        """
         found = self._of(replace(start, microbatches=counts[0]))
-        if found.memory <= self.limit or len(counts) == 1 or (not start.axis and self._is_slower(found)):
+        if found.memory <= self.limit or len(counts) == 1:
+            return found
+        if self._is_slower(found) and (not start.axis or self._is_slower_with(start, counts[1], found)):
             return found
         over, fits = 0, len(counts) - 1
         found = self._of(replace(start, microbatches=counts[fits]))
@@ -156,6 +161,9 @@ class Search:
             else:
                 over = middle
         return found
+
+    def _is_slower_with(self, start: Arrangement, microbatches: int, than: Found) -> bool:
+        return self._of(replace(start, microbatches=microbatches)).seconds >= than.seconds
 
     def _fastest(self, start: Arrangement, counts: Sequence[int]) -> Found:
         """With the number of micro-batches at which a step takes least time, going up or down from four per stage.
