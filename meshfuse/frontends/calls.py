@@ -138,6 +138,13 @@ class Arguments:
         for cached in call.caches:
             self._read_cache(cached, inputs, plan)
 
+    def of_batch(self) -> tuple[frozenset[int], int]:
+        """The arguments that have the rows of the batch, and how many these are: as `step` cuts into micro-batches."""
+        shapes = {i: shape for i, shape in self.shapes.items() if shape}
+        first = [i for i, spec in self.specs.items() if spec and spec[0] is not None and i in shapes] or list(shapes)
+        rows = shapes[first[0]][0] if first else 1
+        return frozenset(i for i, shape in shapes.items() if shape[0] == rows), rows
+
     def _read_cache(self, cached: Cached, inputs: Mapping[str, Spec], plan: ModulePlan) -> None:
         """Keys and values are cut as `inputs` says of the cache; else by batch, and by heads for tensor parallelism."""
         spec = inputs.get(self.names[cached.place])

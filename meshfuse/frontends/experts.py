@@ -75,7 +75,7 @@ class Experts:
         if self.capacity is None:
             return None
         batch = max((math.prod(map(mesh.axis_size, axes_in([spec[:1]]))) for spec in inputs), default=1)
-        return Room(*Fraction(self.capacity).limit_denominator(10_000).as_integer_ratio(), self.groups or batch)
+        return Room(*Fraction(str(self.capacity)).as_integer_ratio(), self.groups or batch)
 
 
 @dataclass(frozen=True, slots=True)

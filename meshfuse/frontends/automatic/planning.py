@@ -153,7 +153,7 @@ def _model(
             with torch.enable_grad():
                 call = read_call(whole, tables, 1, *given)
             arguments = Arguments(names, specs, ModulePlan(mesh, kept), True, call, line)
-            batch, rows = _batch(arguments)
+            batch, rows = arguments.of_batch()
             try:
                 graph = _captured(whole, module, arguments, experts, batch if is_elastic else frozenset(), line)
             except MeshfuseError as found:
@@ -165,14 +165,6 @@ def _model(
         )  # fmt: skip
     assert error is not None
     raise error
-
-
-def _batch(arguments: Arguments) -> tuple[frozenset[int], int]:
-    """The arguments that have the rows of the batch, and how many these are: as `step` cuts into micro-batches."""
-    shapes = {i: shape for i, shape in arguments.shapes.items() if shape}
-    first = [i for i, spec in arguments.specs.items() if spec and spec[0] is not None and i in shapes] or list(shapes)
-    rows = shapes[first[0]][0] if first else 1
-    return frozenset(i for i, shape in shapes.items() if shape[0] == rows), rows
 
 
 def _captured(

@@ -246,20 +246,13 @@ class Stepper:
         with few.layers.alone(self.module):
             graph = self._captured(arguments, line)
         check_attends(graph, self.options.asked.context, self.options.line)
-        loss = normalized(graph, self._rows(arguments), len(call.leaves))
+        loss = normalized(graph, *arguments.of_batch(), len(call.leaves))
         stages = stage_graphs(loss.graph, few.cuts, loss.places.stop, self.options.line)
         check_weights(stages, few.owners, self.options.line)
         runs = self.schedule.microbatches
         sync = Sync(runs > 1, runs)
         setting = self.options.asked.setting(self.module, self.plan, arguments, self.options.line, True, sync)
         return _CutModel(loss, stages, loss.taken_into(setting))
-
-    def _rows(self, arguments: Arguments) -> dict[int, int]:
-        """By place of the arguments that are cut into micro-batches their rows."""
-        shapes = {place: shape for place, shape in arguments.shapes.items() if shape}
-        cut = [place for place in shapes if (spec := arguments.specs.get(place)) and spec[0] is not None]
-        rows = next((shapes[place][0] for place in cut or shapes), None)
-        return {place: shape[0] for place, shape in shapes.items() if shape[0] == rows}
 
     def _program(self, found: _CutModel, place: int, stage: int) -> StageProgram:
         """The program of a captured stage, on the ranks of a stage of the model."""

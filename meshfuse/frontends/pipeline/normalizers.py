@@ -8,7 +8,7 @@ is added up of is computed for all micro-batches before the first forward.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -90,13 +90,13 @@ class Normalized:
         )
 
 
-def normalized(graph: Captured, batch: Mapping[int, int], first: int) -> Normalized:
+def normalized(graph: Captured, batch: Collection[int], rows: int, first: int) -> Normalized:
     """Have what a loss is divided by, where that is of its data, be arguments from place `first` on.
 
-    batch: by place of the arguments that are cut into micro-batches how many rows they have.
+    batch: the places of the arguments that are cut into micro-batches, and `rows` how many these have.
     """
     loss = graph.of_kind("result")[0][0]
-    found = _Terms(graph, batch, Reads({}).ancestors([loss]))
+    found = _Terms(graph, batch, rows, Reads({}).ancestors([loss]))
     kinds = found.combined(loss)
     if not found.normalizers:
         return Normalized(graph, first, adds_up=kinds == {"sum"})
@@ -112,7 +112,8 @@ class _Terms:
     """Walks from a loss back through what is linear."""
 
     graph: Captured
-    batch: Mapping[int, int]
+    batch: Collection[int]
+    rows: int
     forward: set[Node]
     normalizers: dict[Node, Normalizer] = field(default_factory=dict)
     _known: dict[Node, tuple[bool, bool]] = field(default_factory=dict)
@@ -188,7 +189,7 @@ class _Terms:
         while reduced.target in _AS_IT_IS:
             reduced = reduced.all_input_nodes[0]
         shape = reduced.all_input_nodes[0].meta["val"].shape if reduced.target in _SUMS else ()
-        counts = {math.prod(shape[:n]) for n in range(1, len(shape) + 1)} | set(self.batch.values())
+        counts = {math.prod(shape[:n]) for n in range(1, len(shape) + 1)} | {self.rows}
         return any(math.isclose(divisor, count) for count in counts)
 
     def _depends(self, node: Node) -> tuple[bool, bool]:
