@@ -10,6 +10,7 @@ from torch import nn
 
 import meshfuse as mf
 from frontend_models import gradients_differ_by, pair
+from meshfuse.frontends.fsdp import units_of
 from meshfuse.frontends.parallel_module import _halves
 
 WIDTH, LAYERS = 16, 3
@@ -155,3 +156,25 @@ def test_what_is_said_of_mistakes(make: Any, said: str) -> None:
     with pytest.raises(mf.DefinitionError) as found:
         mf.parallelize(Stack(), mf.DeviceMesh((4,), ("dp",)), fsdp=make(), inputs=ROWS)
     assert said in str(found.value)
+
+
+def test_a_unit_s_gradients_travel_while_the_next_unit_computes() -> None:
+    """Kernels stand between the start of a unit's reduction and its wait, for all units but the last."""
+    model, wrong, _ = trained(mf.DeviceMesh((2,), ("dp",)), "dp")
+    program = list(map(str.strip, str(_halves(model)["backward"].fd.host_program(0)).partition("def main")[2].split("\n")))
+    begun = {line.split(" = ")[0]: i for i, line in enumerate(program) if ".all_to_all(" in line}
+    beside = [sum(" = segment_" in line for line in program[begun[work] : program.index(f"{work}.wait()")])
+              for work in begun]  # fmt: skip
+    assert wrong < 1e-5 and len(beside) == LAYERS
+    assert all(beside[:-1])
+
+
+def test_what_stands_outside_of_layers_is_put_together_up_to_the_largest_unit() -> None:
+    """A norm goes with the head behind it; a head as large as a layer stays alone."""
+    tail = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16))
+    model = nn.ModuleDict({"embed": nn.Embedding(400, WIDTH), "layers": Stack().layers, "tail": tail})
+    found = units_of(model, mf.FSDP("dp"))
+    assert set(found.values()) == {"embed", "layers.0", "layers.1", "layers.2", "tail.0"}
+    model["embed"] = nn.Embedding(4, WIDTH)
+    tail[1] = nn.Linear(WIDTH, 2 * WIDTH + 64)
+    assert {"tail.0", "tail.1"} < set(units_of(model, mf.FSDP("dp")).values())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from .patterns import longest_list, matching
 
 
 def units_of(module: torch.nn.Module, fsdp: FSDP) -> dict[str, str]:
-    """By parameter its unit: the outermost module that a pattern fits, or else the module that it belongs to.
+    """By parameter its unit: the outermost module that a pattern fits, or else the module that it belongs to, with
+    neighbours of its kind, such as a norm and a head, as long as they are together no larger than the largest unit.
 
     Raises DefinitionError for patterns that fit no module.
     """
@@ -29,6 +31,22 @@ def units_of(module: torch.nn.Module, fsdp: FSDP) -> dict[str, str]:
         found[name] = min(
             (unit for unit in chosen if owner == unit or owner.startswith(f"{unit}.")), key=len, default=owner
         )
+    sizes = Counter[str]()
+    for name, parameter in module.named_parameters():
+        sizes[found[name]] += parameter.numel()
+    joined = _joined(sizes, {*chosen})
+    return {name: joined[unit] for name, unit in found.items()}
+
+
+def _joined(sizes: Mapping[str, int], chosen: Collection[str]) -> dict[str, str]:
+    """By unit the one that it goes with. Units are in order, and those that patterns fit stay as they are."""
+    largest, found = max(sizes.values(), default=0), dict[str, str]()
+    head, size = "", 0
+    for unit, more in sizes.items():
+        if unit in chosen or not head or size + more > largest:
+            head, size = unit, 0
+        found[unit], size = head, size + more
+        head = "" if unit in chosen else head
     return found
 
 

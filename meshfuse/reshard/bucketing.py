@@ -95,7 +95,11 @@ def _is_gather(statement: Statement) -> bool:
 
 
 class _Postponer:
-    """`held`: postponed reductions. `waiting`: statements that depend on them. `done`: all others, in order."""
+    """`held`: postponed reductions. `waiting`: statements that depend on them. `done`: all others, in order.
+
+    travelling: what follows from the reductions of the latest unit that is complete. Statements that read it are `late`:
+        they come once those of the next unit have begun, so that a unit's reductions run beside the next one's backward.
+    """
 
     def __init__(self, resharded: ReshardedDefinition, kinds: Sequence[StepKind]):
         self.resharded, self.kinds = resharded, kinds
@@ -104,12 +108,16 @@ class _Postponer:
         self.held: list[Reshard] = []
         self.waiting: list[Statement] = []
         self.missing: set[int] = set()
+        self.late: list[Statement] = []
+        self.travelling: set[int] = set()
         moves = [s for s in resharded.statements if isinstance(s, Reshard) and unit_of(resharded, s)]
         self.to_come = Counter(self._key(s) for s in moves)
 
     def run(self) -> list[Statement]:
-        while self.left or self.waiting:
-            if not self.left or len(self.waiting) > _WINDOW:
+        while self.left or self.late or self.waiting:
+            if not self.left and self.late:
+                self._arrive([])
+            elif not self.left or len(self.waiting) > _WINDOW:
                 self._release()
             else:
                 self._take(self.left.popleft())
@@ -126,6 +134,9 @@ class _Postponer:
         if not self.missing.isdisjoint(statement.inputs):
             self.waiting.append(statement)
             self.missing.update(statement.outputs)
+        elif not self.travelling.isdisjoint(statement.inputs):
+            self.late.append(statement)
+            self.travelling.update(statement.outputs)
         elif isinstance(statement, Reshard) and statement.step.kind in self.kinds and self._key(statement) is not None:
             self.held.append(statement)
             self.missing.add(statement.target)
@@ -137,7 +148,14 @@ class _Postponer:
         """Put off the reductions of a unit no longer than its last."""
         self.to_come[key] -= 1
         if not self.to_come[key]:
-            self._resume([s for s in self.held if self._key(s) == key])
+            go = [s for s in self.held if self._key(s) == key]
+            self._resume(go)
+            self._arrive(go)
+
+    def _arrive(self, go: Sequence[Reshard]) -> None:
+        """Take up what is late; what reads the reductions that have just begun is late from here on."""
+        self.left.extendleft(reversed(self.late))
+        self.late, self.travelling = [], {s.target for s in go}
 
     def _release(self) -> None:
         """Release the reductions that the first waiting statement needs; then resume the others.
