@@ -12,7 +12,7 @@ PYRIGHT = PYRIGHT_PYTHON_IGNORE_WARNINGS=1 .venv/bin/pyright --pythonpath .venv/
 PARALLEL = -n 2 --dist loadscope
 
 .PHONY: help env run check docs docs-serve quick test test-all test-nvfuser test-browser test-models ledger ledger-check faults fuzz lint style types types-examples gpu-check
-.PHONY: bench bench-bills bench-compile bench-runtime bench-session test-session bench-models bench-thunder
+.PHONY: bench bench-bills bench-compile bench-runtime bench-session test-session bench-models bench-parallel bench-thunder
 
 help:
 	@echo "make run        environment and main job: a GPT on simulated ranks, then on 4 real ones"
@@ -31,7 +31,8 @@ help:
 	@echo "                bench-compile (time to compile)"
 	@echo "                and bench-runtime (steps on real ranks, beside hand-written torch and DTensor),"
 	@echo "                bench-session (calls of a session and rpc, beside a bare channel and torch's RPC)"
-	@echo "                bench-models (steps of a Llama beside DTensor and FSDP2), bench-thunder (beside Thunder's)"
+	@echo "                bench-models (steps of a Llama beside DTensor and FSDP2), bench-thunder (beside Thunder's),"
+	@echo "                bench-parallel (sharded and pipelined steps beside hand-written ZeRO-3 and torch's stages)"
 	@echo "make gpu-check  the tests that need a GPU"
 
 env:
@@ -135,6 +136,10 @@ bench-session: env
 # Llama steps on real ranks, beside DTensor's eager tensor parallelism and FSDP2.
 bench-models: env
 	@$(PY) benchmarks/models/run.py
+
+# Beside hand-written ZeRO-3, FSDP2 and torch.distributed.pipelining.
+bench-parallel: env
+	@$(PY) benchmarks/parallel/run.py
 
 # In the environment that has Thunder.
 bench-thunder:

@@ -27,7 +27,7 @@ from worker import joined
 import meshfuse as mf
 from meshfuse.frontends.pipeline.program import StageProgram
 
-LAYERS, ROWS, ROUNDS, SLEEPS = 8, 8, 8, 3
+LAYERS, ROWS, ROUNDS, SLEEPS = 8, 8, 5, 3
 THEIRS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 SLEPT = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "interleaved-zero-bubble": 2, "zbv": 1, "dualpipe-v": 1}
 UNIT = 0.02  # Seconds of a forward, and of each part of a backward, by all stages of a rank together.
