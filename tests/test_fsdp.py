@@ -161,7 +161,9 @@ def test_what_is_said_of_mistakes(make: Any, said: str) -> None:
 def test_a_unit_s_gradients_travel_while_the_next_unit_computes() -> None:
     """Kernels stand between the start of a unit's reduction and its wait, for all units but the last."""
     model, wrong, _ = trained(mf.DeviceMesh((2,), ("dp",)), "dp")
-    program = list(map(str.strip, str(_halves(model)["backward"].fd.host_program(0)).partition("def main")[2].split("\n")))
+    program = list(
+        map(str.strip, str(_halves(model)["backward"].fd.host_program(0)).partition("def main")[2].split("\n"))
+    )
     begun = {line.split(" = ")[0]: i for i, line in enumerate(program) if ".all_to_all(" in line}
     beside = [sum(" = segment_" in line for line in program[begun[work] : program.index(f"{work}.wait()")])
               for work in begun]  # fmt: skip

@@ -4,8 +4,8 @@ torch.distributed.pipelining.
 python benchmarks/parallel/run.py [sharded] [staged] [--ranks 2 4]
 
 All rivals take turns in one run, every rank on one thread; ratios are medians over rounds, each of our step to the
-rival's of the same round: of the time of the slowest rank, and of the processors' time of all ranks, which other work on
-the machine disturbs less.
+rival's of the same round: of the time of the slowest rank, and of the processors' time of all ranks, which other work
+on the machine disturbs less.
 """
 
 from __future__ import annotations

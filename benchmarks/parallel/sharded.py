@@ -1,4 +1,7 @@
-"""One rank: fully sharded steps of ours, by hand (`zero3`) and of torch's FSDP2, in turns. `run.py` starts the ranks."""
+"""One rank: fully sharded steps of ours, by hand (`zero3`) and of torch's FSDP2, in turns.
+
+`sharded.py FILE`. `run.py` starts the ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
 
 import torch
 import torch.distributed as dist
-from llama import Llama, batch, cross_entropy, gradient
 from measure import ratio, take_turns, traffic
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,6 +25,7 @@ from worker import joined
 from zero3 import Zero3
 
 import meshfuse as mf
+from llama import Llama, batch, cross_entropy, gradient
 
 LAYERS, ROWS, ROUNDS = 4, 2, 12
 

@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
 
 import torch
 import torch.distributed as dist
-from llama import Llama, batch, cross_entropy, gradient, part_of
 from measure import ratio, take_turns
 from sharded import peak
 from torch import nn
@@ -25,6 +24,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from worker import joined
 
 import meshfuse as mf
+from llama import Llama, batch, cross_entropy, gradient, part_of
 from meshfuse.frontends.pipeline.program import StageProgram
 
 LAYERS, ROWS, ROUNDS, SLEEPS = 8, 8, 5, 3

@@ -28,7 +28,8 @@ class Unit:
         torch.cat([p.detach().flatten() for p in self.parameters], out=flat[: sum(self.sizes)])
         self.shard = flat[self.rank * self.part : (self.rank + 1) * self.part].clone()
         self.flat, self.bytes = flat, flat.nbytes
-        for parameter, piece in zip(self.parameters, flat.split([*self.sizes, len(flat) - sum(self.sizes)])):
+        pieces = flat[: sum(self.sizes)].split(self.sizes)
+        for parameter, piece in zip(self.parameters, pieces, strict=True):
             parameter.data = piece.view(parameter.shape)
         self.work: Any = None
         self.is_there, self.gradients, self.arrived = True, torch.empty(0), 0

@@ -97,8 +97,9 @@ def _is_gather(statement: Statement) -> bool:
 class _Postponer:
     """`held`: postponed reductions. `waiting`: statements that depend on them. `done`: all others, in order.
 
-    travelling: what follows from the reductions of the latest unit that is complete. Statements that read it are `late`:
-        they come once those of the next unit have begun, so that a unit's reductions run beside the next one's backward.
+    travelling: what follows from the reductions of the latest unit that is complete. Statements that read it are
+        `late`: they come once those of the next unit have begun, so that a unit's reductions run beside the next one's
+        backward.
     """
 
     def __init__(self, resharded: ReshardedDefinition, kinds: Sequence[StepKind]):

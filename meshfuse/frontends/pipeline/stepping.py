@@ -3,7 +3,7 @@ whole batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from .borders import Borders
 from .normalizers import Normalized
 from .program import StageProgram
 from .schedule import BACKWARD, FORWARD, OF_INPUTS, OF_WEIGHTS, Action
-from .transport import BetweenRanks, Expected, InProcess, Message, Transport, messages_of, needs_of
+from .transport import BetweenRanks, Expected, InProcess, Message, Route, Transport, messages_of, needs_of, route_of
 
 _SEEDS = 2**62
 _SPREAD = 0x9E3779B97F4A7C15
@@ -32,6 +32,7 @@ class Planned:
     constants: the module that has tensors which the stages read and no user knows; None where there are none.
     reads: what the forward read beside its arguments.
     loss: what the loss is divided by; None where nobody looked. counting: computes what that is added up of.
+    routes: of steps that begin with this one, by whether they have gradients, and the plans of all micro-batches.
     """
 
     borders: tuple[Borders, ...]
@@ -41,6 +42,7 @@ class Planned:
     reads: ForwardReads = NOTHING_READ
     loss: Normalized | None = None
     counting: StageProgram | None = None
+    routes: dict[tuple[bool, tuple[Planned, ...]], Route] = field(default_factory=dict)
 
 
 class Values(Protocol):
@@ -116,23 +118,28 @@ class _Step:
 
     def run(self, with_gradients: bool) -> None:
         """Work off this rank's actions; where ranks are simulated those of all, in the order of time."""
-        schedule, world = self.work.assignment.schedule, World.current()
+        assignment = self.work.assignment
+        transport: Transport = InProcess()
         wanted = set("FBIW") if with_gradients else {FORWARD}
-        orders = [[action for action in order if action.kind in wanted] for order in schedule.orders]
-        if world.size == 1:
-            timed = sorted((t.begin, rank, n, t.action) for rank, row in enumerate(schedule.played())
+        if World.current().size == 1:
+            timed = sorted((t.begin, rank, n, t.action) for rank, row in enumerate(assignment.schedule.played())
                            for n, t in enumerate(row) if t.action.kind in wanted)  # fmt: skip
-            mine, transport = [action for *_, action in timed], InProcess()
+            mine: Sequence[Action] = [action for *_, action in timed]
         else:
-            mine = orders[self.work.assignment.row_of(world.rank)]
-            transport = self._between_ranks(orders)
+            route = self._route(with_gradients, wanted)
+            mine, transport = route.order, BetweenRanks(assignment, route, self.work.device)
         for action in mine:
             self._act(action, transport, with_gradients)
         transport.finish()
 
-    def _between_ranks(self, orders: Sequence[Sequence[Action]]) -> Transport:
-        borders = {number: planned.borders for number, planned in enumerate(self.work.planned)}
-        return BetweenRanks(self.work.assignment, orders, borders, self._expected, self.work.device)
+    def _route(self, with_gradients: bool, wanted: Collection[str]) -> Route:
+        assignment, planned = self.work.assignment, self.work.planned
+        key = with_gradients, tuple(planned)
+        known = planned[0].routes
+        if key not in known:
+            orders = [[action for action in order if action.kind in wanted] for order in assignment.schedule.orders]
+            known[key] = route_of(assignment, orders, {n: p.borders for n, p in enumerate(planned)}, self._expected)
+        return known[key]
 
     def _expected(self, message: Message) -> Expected:
         program = self.work.planned[message.microbatch].programs[message.target]
@@ -171,9 +178,12 @@ class _Step:
                     values[source.of_input()].copy_(value)
             elif source.kind == "saved":
                 self.kept[here][source] = value
-        if action.stage == self.work.assignment.schedule.stages - 1:
+        if self._is_last(action):
             self.losses.append(made[program.loss] * self.work.shares[action.microbatch])
         return made
+
+    def _is_last(self, action: Action) -> bool:
+        return action.stage == len(self.work.planned[0].borders) - 1
 
     def _input(self, source: Source, microbatch: int, arrived: Mapping[Source, Any]) -> Any:
         """An input of a forward: what arrived, or a value of the step; a rank's own part of it."""
@@ -199,7 +209,7 @@ class _Step:
         if half is None:
             return {}
         kept.update(arrived)
-        if action.stage == self.work.assignment.schedule.stages - 1:
+        if self._is_last(action):
             kept[Source("tangent", place=program.loss.place)] = self._share(action, program)
         made = program.run(half, kept, None, self.work.backend)
         kept.update((source, value) for source, value in made.items() if source.kind == "held")

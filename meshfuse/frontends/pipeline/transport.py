@@ -120,27 +120,48 @@ class _Link:
         return self.group.ranks.index(self.rank)
 
 
-class BetweenRanks:
-    """For real ranks: one step of a schedule, in which every message and its order are known.
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What a rank does and receives in every step of a schedule: worked out once.
 
-    expected: by message the shape of a rank's part, its type, and what it is in words.
-    graphs: the stages, by micro-batch.
+    order: its actions. incoming: by place of another rank on the pipeline's axis what that sends here, in its order.
+    expected: by message the shape of this rank's part, its type, and what it is in words.
+    seen_at, sent_at: by message the number of the action that reads it, and of the one that sends it, on its own rank.
     """
 
-    def __init__(
-        self, assignment: Assignment, orders: Sequence[Sequence[Action]], graphs: Mapping[int, Sequence[Borders]],
-        expected: Callable[[Message], Expected], device: torch.device,
-    ) -> None:  # fmt: skip
+    order: tuple[Action, ...]
+    incoming: Mapping[int, tuple[Message, ...]]
+    expected: Mapping[Message, Expected]
+    seen_at: Mapping[Message, int]
+    sent_at: Mapping[Message, int]
+
+
+def route_of(
+    assignment: Assignment, orders: Sequence[Sequence[Action]], graphs: Mapping[int, Sequence[Borders]],
+    expected: Callable[[Message], Expected],
+) -> Route:  # fmt: skip
+    """The route of this rank. orders: by place on the axis the actions. graphs: the stages, by micro-batch."""
+    own, rank_of = assignment.row_of(World.current().rank), assignment.schedule.rank_of
+    incoming: dict[int, tuple[Message, ...]] = {}
+    for row, order in enumerate(orders):
+        if row != own:
+            messages = [m for action in order for m in messages_of(action, graphs[action.microbatch])]
+            incoming[row] = tuple(m for m in messages if rank_of(m.target) == own)
+    made = {m: expected(m) for messages in incoming.values() for m in messages}
+    return Route(tuple(orders[own]), incoming, made, *_times(orders, graphs))
+
+
+class BetweenRanks:
+    """For real ranks: one step of a schedule, in which every message and its order are known."""
+
+    def __init__(self, assignment: Assignment, route: Route, device: torch.device) -> None:
         self._world = World.current()
-        self._assignment, self._device, self._expected = assignment, device, expected
+        self._assignment, self._device, self._route = assignment, device, route
         self._row = assignment.row_of(self._world.rank)
         self._own = InProcess()
         self._links: dict[int, _Link] = {}
-        self._seen_at, self._sent_at = _times(orders, graphs)
-        for row, order in enumerate(orders):
-            if row != self._row:
-                messages = [m for action in order for m in messages_of(action, graphs[action.microbatch])]
-                self._connect(row, [m for m in messages if self._row_of(m.target) == self._row])
+        for row, messages in route.incoming.items():
+            self._connect(row, messages)
 
     def _row_of(self, stage: int) -> int:
         return self._assignment.schedule.rank_of(stage)
@@ -176,13 +197,13 @@ class BetweenRanks:
         except RankError as error:
             error.args = (f"{action.in_words()} waits for rank {link.rank}: {error.args[0]}", *error.args[1:])
             raise
-        self._release(link, self._sent_at[message])
+        self._release(link, self._route.sent_at[message])
         return buffer
 
     def _post(self, link: _Link) -> None:
         if link.incoming:
             message = link.incoming.popleft()
-            expected = self._expected(message)
+            expected = self._route.expected[message]
             buffer = torch.empty(expected.shape, dtype=expected.dtype, device=self._device)
             work = link.group.recv(buffer, link.index)
             if isinstance(work, Work):
@@ -191,7 +212,7 @@ class BetweenRanks:
 
     def _release(self, link: _Link, when: int) -> None:
         """Let go what the peer had read before it sent, as its action number `when`, what has just come."""
-        while link.outgoing and self._seen_at[link.outgoing[0].message] <= when:
+        while link.outgoing and self._route.seen_at[link.outgoing[0].message] <= when:
             link.outgoing.popleft().work.wait()
 
     def finish(self) -> None:

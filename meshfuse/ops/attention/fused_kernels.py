@@ -1,7 +1,8 @@
 """Attention by torch's fused kernels: one on the CPU; on CUDA, cuDNN's, flash attention and the memory-efficient one.
 
 Tensors are [*b, h, s, e], and the log-sum-exp [*b, h, s] is of natural logarithms after the scale. Several consecutive
-heads of q may share one of k and v, which is then repeated: a copy of k and v is little beside scores in memory. (Dao et al. 2022; Rabe & Staats 2021.)
+heads of q may share one of k and v, which is then repeated: a copy of k and v is little beside scores in memory.
+(Dao et al. 2022; Rabe & Staats 2021.)
 """
 
 from __future__ import annotations
