@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
 import torch
 import torch.distributed as dist
 from measure import ratio, take_turns, traffic
+from small_llama import Llama, batch, cross_entropy, gradient
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,7 +29,6 @@ from zero3 import Zero3
 
 import meshfuse as mf
 from meshfuse.runtime import buffers
-from llama import Llama, batch, cross_entropy, gradient
 
 LAYERS, ROWS, ROUNDS = 4, 2, 12
 

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from measure import ratio, take_turns
 from sharded import peak
+from small_llama import Llama, batch, cross_entropy, gradient, part_of
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from worker import joined
 
 import meshfuse as mf
-from llama import Llama, batch, cross_entropy, gradient, part_of
 from meshfuse.frontends.pipeline.program import StageProgram
 
 LAYERS, ROWS, ROUNDS, SLEEPS = 8, 8, 5, 3
