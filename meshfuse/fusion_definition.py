@@ -56,8 +56,8 @@ class FusionDefinition(WrittenDefinition):
         PlanWarning that names the annotation to change. Without a bound there is one only for a very large collective,
         where another annotation would halve what the whole plan sends.
     max_memory: bytes that a rank may hold (None: MESHFUSE_MAX_MEMORY, else no bound). Where a plan holds more, gathered
-        tensors are dropped after one use and gathered again for the next; where that is not enough, a PlanWarning says
-        what takes the memory.
+        tensors are dropped after one use and gathered again for the next, then activations lie in parts; where that is
+        not enough either, the DefinitionError says what takes the memory.
     search: how to plan (None: MESHFUSE_SEARCH, else "auto"). "follow": by rules alone, as GSPMD does, without prices.
         "fast": the best plan over whole axes, as the program is written. "auto": also written in other ops, and over
         parts of axes where bytes alone decide. "thorough": over parts of axes on all links.
