@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -227,6 +228,8 @@ def test_what_auto_does_not_take() -> None:
     raises("mesh: found 'x', needed an mf.DeviceMesh", lambda: fd.auto("x"))
     raises("max_memory: found", lambda: fd.auto(ONE, max_memory=-1))
     raises("auto: updates: found 3, needed a tensor of this definition", lambda: fd.auto(ONE, updates={x: 3}))  # type: ignore[dict-item]
+    for wrong in (3, True, "x", [x], np.zeros(2)):
+        raises("auto: updates: found ", lambda wrong=wrong: fd.auto(ONE, updates=wrong))  # type: ignore[arg-type]
     fd.mesh_split(x, TWO, ["dp", None])
     raises("fd.auto: found ", lambda: fd.auto(ONE))
     empty = mf.FusionDefinition()
