@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -26,6 +27,13 @@ BOTH = {"ids": ["dp", "cp"], "targets": ["dp", "cp"]}
 RING, ULYSSES = mf.Context("cp", "ring"), mf.Context("cp", "ulysses")
 IN_ORDER = mf.Context("cp", "ring", zigzag=False)
 METHODS = {"ring": RING, "in order": IN_ORDER, "ulysses": ULYSSES}
+# Rows over two axes: a ring along one and heads over the other, in both orders; and a ring along both.
+GRID = mf.DeviceMesh((2, 2), ("cp", "up"))
+OVER_BOTH: dict[str, tuple[mf.Context, str]] = {
+    "ring and ulysses": (mf.Context(("cp", "up"), ("ring", "ulysses")), "in a ring of 2 over cp.*heads, over up"),
+    "ulysses and ring": (mf.Context(("cp", "up"), ("ulysses", "ring")), "in a ring of 2 over up.*heads, over cp"),
+    "ring": (mf.Context(("cp", "up"), "ring"), "in a ring of 4 over cp and up"),
+}
 WIDTH = 4  # of a head
 
 
@@ -138,6 +146,34 @@ def test_attention_of_any_kind_is_as_in_eager_torch(name: str, method: str) -> N
     assert f"{'in a ring of 4' if method == 'ring' else 'all rows of some heads'}" in model.explain()
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_attention_over_two_axes_is_as_in_eager_torch(name: str) -> None:
+    options, rows = CASES[name]
+    context, wanted = [*OVER_BOTH.values()][[*CASES].index(name) % len(OVER_BOTH)]
+    model, eager = pair(lambda: Attention(**options).double())
+    mf.parallelize(model, GRID, inputs={"x": [None, ["cp", "up"], None]}, context=context)
+    x = torch.randn(2, rows, 16, generator=torch.Generator().manual_seed(0)).double()
+    assert difference(run(model, x), run(eager, x)) < 1e-12
+    assert gradients_differ_by(model, eager) < 1e-10
+    assert re.search(wanted, model.explain())
+
+
+@pytest.mark.parametrize("shared", [8, 2])
+def test_a_ring_of_some_heads_sends_what_the_closed_forms_of_both_say(shared: int) -> None:
+    """Each rank of a ring has the keys of half of the heads; what goes to heads and back is half of the rows."""
+    rows, ring, heads = 128, 2, 2
+    model, eager = pair(lambda: Tokens(8, shared).double())
+    specs: Any = {key: [None, ["cp", "up"]] for key in ("ids", "targets")}
+    mesh = mf.DeviceMesh((ring, heads), ("cp", "up"), links="bytes")
+    mf.parallelize(model, mesh, inputs=specs, context=OVER_BOTH["ring and ulysses"][0])
+    arguments = ids(1, rows), ids(1, rows, seed=2)
+    assert difference(run(model, *arguments), run(eager, *arguments)) < 1e-12
+    assert gradients_differ_by(model, eager) < 1e-10
+    q, k = (rows * n * WIDTH * 8 for n in (8, shared))
+    needed = (heads - 1) / heads**2 * 4 * (q + k) / ring + 6 * (ring - 1) / ring * k / heads
+    assert 0.99 * needed < of_attention(model) < 1.1 * needed
+
+
 def test_attention_with_dropout_goes_through_no_ring_and_draws_the_same_numbers() -> None:
     x, found = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(0)), dict[str, torch.Tensor]()
     for name, mesh in (("ring", LINE), ("ulysses", LINE), ("one rank", mf.DeviceMesh((1,), ("cp",)))):
@@ -245,7 +281,11 @@ def parallel(context: Any, module: nn.Module | None = None) -> Any:
 
 MISTAKES = [
     (lambda: mf.Context("cp", "rign"), r"Context: method: found 'rign', needed one of \['ring', 'ulysses', 'auto'\]"),
-    (lambda: mf.Context(3), r"Context: axis: found 3, needed the name of an axis of the mesh"),
+    (lambda: mf.Context(3), r"Context: axes: found 3, needed the name of an axis of the mesh, or of different ones"),
+    (lambda: mf.Context(("cp", "cp")), r"Context: axes: found \('cp', 'cp'\), .* Pass \"cp\", or \(\"cp\", \"up\"\)"),
+    (lambda: mf.Context(()), r"Context: axes: found \(\), needed the name of an axis"),
+    (lambda: mf.Context(("cp", "up"), ("ring",)), r"Context: method: found \('ring',\), .* or 2 of them, one for each"),
+    (lambda: mf.Context("cp", None), r"Context: method: found None, needed one of"),
     (lambda: mf.Context("cp", zigzag="yes"), r"Context: zigzag: found 'yes', needed True, False or None"),
     (lambda: mf.Context("cp", "ulysses", zigzag=True), r"found True with method=\"ulysses\", .* Leave it out"),
     (lambda: parallel("cp"), r"parallelize: context: found 'cp', needed an mf\.Context, or None"),

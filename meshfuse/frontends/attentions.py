@@ -10,7 +10,7 @@ import torch
 
 from ..errors import SourceLine, user_error
 from .captured_graph import Captured
-from .context import Context
+from .context import RING, Context
 from .cut import base_name, is_view
 from .fsdp import without_axes
 from .lines import line_of
@@ -40,10 +40,12 @@ def check_attends(graph: Captured, context: Context | None, line: SourceLine) ->
         )  # fmt: skip
 
 
-def with_borders(graph: Captured, method: str) -> Captured:
+def with_borders(graph: Captured, is_ring: bool) -> Captured:
     """A captured graph in which attention has its operands and results from `enter_attention` and `leave_attention`.
 
     What attention saves for its backward is between these. The graph that is given stays as it is.
+
+    is_ring: whether attention is in a ring over all axes of its rows: then nothing moves at its borders.
     """
     made = torch.fx.Graph()
     copies: dict[Node, Node] = {}
@@ -55,7 +57,7 @@ def with_borders(graph: Captured, method: str) -> Captured:
     for target, names in _NAMES.items():
         for node in made.find_nodes(op="call_function", target=target):
             _enter(node, names, entered)
-            left.update(_left(node, target is FORWARD, method == "ring"))
+            left.update(_left(node, target is FORWARD, is_ring))
     copies = {old: left.get(new, new) for old, new in copies.items()}
     return replace(
         graph, module=torch.fx.GraphModule(graph.module, made),
@@ -112,7 +114,7 @@ def spreads(
     arguments: replaces those of some nodes, as of masks that are seen to be causal.
     """
     context = setting.context
-    if context is None or setting.mesh.axis_size(context.axis) == 1:
+    if context is None or all(setting.mesh.axis_size(axis) == 1 for axis in context.axes):
         return {}
     parameters = {node: source.name for node, source in graph.of_kind("parameter")}
     found: dict[Node, Spread] = {}
@@ -141,13 +143,13 @@ def _spread(setting: Setting, shapes: list[list[int]], options: Any, cut: Collec
     if len(q) > _DIMS:
         return None
     size, batch = setting.batch if setting.batch is not None else (-1, None)
-    batch = without_axes((batch,), [context.axis])[0] if q[0] == size else None
-    heads = tuple(axis for axis in mesh.names if axis in cut and axis != context.axis)
-    ranks = 0 if context.method == "ulysses" else mesh.axis_size(context.axis)
-    if ranks and (dropout or (is_causal and q[2] != k[2]) or min(q[2], k[2]) < ranks):
+    rows, ring = ([axis for axis in axes if mesh.axis_size(axis) > 1] for axes in (context.axes, context.by(RING)))
+    batch = without_axes((batch,), rows)[0] if q[0] == size else None
+    heads = tuple(axis for axis in mesh.names if axis in cut and axis not in rows)
+    found = Spread(mesh, setting.line, tuple(rows), tuple(ring), False, batch, heads, (q[1], k[1]))
+    if ring and (dropout or (is_causal and q[2] != k[2]) or min(q[2], k[2]) < found.ring):
         return None
-    is_zigzag = bool(ranks) and context.zigzag and is_causal and q[2] % (2 * ranks) == 0
-    return Spread(mesh, setting.line, context.axis, ranks, is_zigzag, batch, heads, (q[1], k[1]))
+    return replace(found, is_zigzag=bool(ring) and context.zigzag and is_causal and q[2] % (2 * found.ring) == 0)
 
 
 def _axes_of_use(setting: Setting, name: str) -> set[str]:

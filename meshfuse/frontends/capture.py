@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,29 +30,18 @@ from torch.utils import _pytree as pytree
 
 from ..errors import MeshfuseError, SourceLine, user_error
 from ..long_work import saying
+from .capture_errors import called, not_captured, only_attributes
 from .captured_graph import Captured, Source, differentiable
 from .decompositions import decompositions
 from .forward_changes import Kept, WithChanges, changes_noted, is_buffer, kept_of
 from .forward_reads import ForwardReads, Scope, reads_of
 from .functions import others_captured, with_both_branches
 from .hugging_face import install_recorders, without_new_caches
-from .kv_caches import INNER, a_new_cache, without_inner
-from .lines import is_users
+from .kv_caches import without_inner
 from .size_guards import NO_GUARDS, guards_of
 from .traceable import globals_removed, others_traced
 
 Stores = Literal["results", "left", "refused"]
-_HOOKS_OF_GRADIENTS = (
-    (
-        "Module-level backwards hooks", "a backward hook of a module inside of it", "one of the whole model",
-        "Register it on the model itself, or call register_hook on a tensor in the module's forward.",
-    ),
-    (
-        "Tensor.retain_grad()", "retain_grad() of a tensor that the forward makes", "a result",
-        "Return the tensor, and take its gradient of the result.",
-    ),
-)  # fmt: skip
-_CLASS = re.compile(r"<class '([^']+)'>")
 # Tracing changes torch for the whole process, such as its list of trace functions: one thread at a time.
 _LOCK = threading.RLock()
 # What torch raises where it cannot trace: errors of its own, and those of the ops that it runs on fake tensors.
@@ -78,7 +66,7 @@ def captured(
     Raises DefinitionError where the forward is not one graph, with the user's line.
     """
     with _LOCK, contextlib.ExitStack() as stack:
-        stack.enter_context(saying(f"capturing {_called(module)}"))
+        stack.enter_context(saying(f"capturing {called(module)}"))
         stack.enter_context(globals_removed())
         stack.enter_context(_quiet())
         stack.enter_context(without_new_caches(module))
@@ -90,7 +78,7 @@ def captured(
         except MeshfuseError:
             raise
         except SyntaxError as error:  # of torch's, where nothing that the graph makes is a result
-            raise _only_attributes("it alone, such as x.T") from error
+            raise only_attributes("it alone, such as x.T") from error
         except _NOT_TRACED as error:
             raise not_captured(module, error, line, given()) from error
 
@@ -180,7 +168,7 @@ def _with_kept(
     kept = [one for one in found if one not in replaced]
     if kept and stores == "refused":
         raise user_error(
-            f"{_called(module)} sets {kept[0].name}", "a step of micro-batches", "a forward that sets no attributes",
+            f"{called(module)} sets {kept[0].name}", "a step of micro-batches", "a forward that sets no attributes",
             "Return it as a result, or keep it in a buffer.", kept[0].line,
         )  # fmt: skip
     kept = kept if stores == "results" else []
@@ -224,7 +212,7 @@ def _forward_graph(
         found = export.fullgraph_capture(*given)
     scope = Scope(module, _get_frame(*given))
     reads = reads_of(found.graph_capture_output.output_graph.guards, module, scope)
-    kept = [] if isinstance(module, WithChanges) else kept_of(changes, module, scope, _called(module))
+    kept = [] if isinstance(module, WithChanges) else kept_of(changes, module, scope, called(module))
     return export.create_fx_graph_from_captured_output(found, *given), reads, kept
 
 
@@ -255,17 +243,9 @@ def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Source:
             "Write a loop in Python, whose steps are then all in the graph, and a choice with torch.where.",
         )  # fmt: skip
     if not _has_numbers(value):
-        raise _only_attributes(f"one of shape {list(value.shape)}")
+        raise only_attributes(f"one of shape {list(value.shape)}")
     node.meta.setdefault("val", value)
     return Source("constant", str(node.target))
-
-
-def _only_attributes(found: str) -> MeshfuseError:
-    return user_error(
-        "a result that is an attribute of an argument or a parameter", found, "one that an op makes",
-        "Write x.transpose(0, 1) in the place of x.T, x.transpose(-2, -1) of x.mT, torch.real(x) of x.real, "
-        "torch.imag(x) of x.imag, and x.detach() of x.data.",
-    )  # fmt: skip
 
 
 def _has_numbers(value: torch.Tensor) -> bool:
@@ -413,58 +393,3 @@ def _without_fused_layers() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-def not_captured(module: nn.Module, error: Exception, line: SourceLine, given: str) -> MeshfuseError:
-    """The error of a forward that torch cannot trace, at the user's line that stops it."""
-    where = _users_line(error) or line
-    text = " ".join(str(error).split())
-    if text.startswith("n=copy_, n.args[0]=_tensor_constant"):
-        return user_error(
-            f"{_called(module)} changes a tensor in place that is no buffer", "one that is an attribute or global",
-            "a buffer of the model, or an argument",
-            'Make it one: self.register_buffer("name", tensor), with persistent=False to leave it out of state dicts.',
-            where,
-        )  # fmt: skip
-    if "cache_utils" in text and "in output" in text:
-        return a_new_cache(_called(module), where)
-    if "out.backend_input must not be None" in text:
-        return user_error(f"{_called(module)} returns no tensor that its ops make", "", "at least one", "", where)
-    for words, found, needed, do in _HOOKS_OF_GRADIENTS:
-        if words in text:
-            return user_error(f"{_called(module)} cannot be captured", found, needed, do, where)
-    if "pytree" in text and (named := _CLASS.search(text)) is not None:
-        return _unregistered(_called(module), named[1], where)
-    what = f"{_called(module)} is not one graph"
-    return user_error(
-        f"{what}: {where.text}" if where.text else what, f"{text[:300]}, arguments {given}",
-        "tensor code without data-dependent control flow and calls into other libraries",
-        "Use torch.where in the place of `if`, take prints out, or compute it outside of the model.", where,
-    )  # fmt: skip
-
-
-def _unregistered(called: str, name: str, where: SourceLine) -> MeshfuseError:
-    short = name.rpartition(".")[2]
-    return user_error(
-        f"{called} takes or returns a class that torch cannot look into", name,
-        "tensors, numbers, and tuples, lists, dicts and registered dataclasses of them",
-        f"For a dataclass call torch.export.register_dataclass({short}) once.", where,
-    )  # fmt: skip
-
-
-def _users_line(error: BaseException) -> SourceLine | None:
-    """The innermost line of the user's that dynamo was at."""
-    stack = getattr(error, "real_stack", None) or []
-    for frame in reversed(list(stack)):
-        if is_users(frame.filename):
-            return SourceLine(frame.filename, int(frame.lineno or 0), frame.name)
-    return None
-
-
-def _called(module: Any) -> str:
-    """What an error calls that which is captured."""
-    inner = getattr(module, INNER, module)
-    function = getattr(inner, "_function", None)
-    return (
-        f"the forward of {type(inner).__name__}" if function is None else f"{getattr(function, '__name__', function)}"
-    )

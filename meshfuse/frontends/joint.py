@@ -29,6 +29,7 @@ from .attentions import in_words, spreads, with_borders
 from .backward_parts import Part, parts_of
 from .block_orders import in_order, in_sequence
 from .captured_graph import Captured, Source, differentiable
+from .context import ULYSSES
 from .cut import Cut, Reads, cut, in_turn
 from .lines import line_of
 from .masks import recognised
@@ -48,7 +49,7 @@ def planned(graph: Captured, setting: Setting) -> Step:
         if setting.context is None:
             return JointWriter(graph, setting).step()
         ways = setting.context.ways()
-        writers = [JointWriter(with_borders(graph, way.method), replace(setting, context=way)) for way in ways]
+        writers = [JointWriter(with_borders(graph, not way.by(ULYSSES)), replace(setting, context=way)) for way in ways]
         return (writers[0] if len(ways) == 1 else min(writers, key=lambda writer: writer.seconds)).step()
 
 

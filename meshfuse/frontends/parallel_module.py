@@ -92,7 +92,7 @@ def parallelize(
         ranks that a launcher started, parameters that other stages have are None.
     checkpoint: patterns of modules whose activations are computed again in the backward: of each its result is kept.
     experts: axes that the experts of each layer are cut over (`mf.Experts`): rows of tokens then go to them and back.
-    context: attention over a sequence whose rows are cut over an axis of the mesh (`mf.Context`).
+    context: attention over a sequence whose rows are cut over axes of the mesh (`mf.Context`).
     loss: for `step`: a function of the model's result and a target; None where the model returns a loss itself.
     example: for "auto" the arguments of a step by name, of which shapes and types are read.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,8 @@ ROWS = -2  # The dim of rows of a query, key or value.
 class Spread:
     """How one attention lies on the mesh.
 
-    axis: that of the context.
-    ring: the number of ranks that keys and values travel through; 0 where each rank has all rows of some heads.
+    rows: the axes that rows are cut over outside of attention.
+    round: of these, those along which keys and values travel in a ring; along the others heads are cut inside.
     is_zigzag: whether the ring takes rows in zig-zag order.
     batch: the axes of the batch.
     heads: those of heads outside of attention.
@@ -30,38 +31,56 @@ class Spread:
 
     mesh: DeviceMesh
     line: SourceLine
-    axis: str
-    ring: int
+    rows: tuple[str, ...]
+    round: tuple[str, ...]
     is_zigzag: bool
     batch: Any
     heads: tuple[str, ...]
     counts: tuple[int, int]
 
+    @property
+    def ring(self) -> int:
+        """The number of ranks that keys and values travel through; 0 where there is no ring."""
+        return math.prod([self.mesh.axis_size(axis) for axis in self.round]) if self.round else 0
+
+    @property
+    def split(self) -> tuple[str, ...]:
+        """The axes that heads are cut over inside of attention, and rows outside."""
+        return tuple([axis for axis in self.rows if axis not in self.round])
+
     def __str__(self) -> str:
-        if not self.ring:
-            return f"all rows of some heads, over {self.axis}"
-        return f"in a ring of {self.ring} over {self.axis}{', rows in zig-zag order' if self.is_zigzag else ''}"
+        heads = f"all rows of some heads, over {_listed(self.split)}"
+        if not self.round:
+            return heads
+        zigzag = ", rows in zig-zag order" if self.is_zigzag else ""
+        around = f"in a ring of {self.ring} over {_listed(self.round)}{zigzag}"
+        return f"{around}; {heads}" if self.split else around
 
     def entered(self, fd: Any, x: TensorView) -> TensorView:
         """A query, key, value or gradient [batch, heads, rows, width], as attention takes it."""
-        x = self._place(fd, x, self.heads, self.axis)
+        x = self._outside(fd, x)
         if self.is_zigzag:
-            return self._place(fd, fd.ops.zigzag(x, ROWS, self.ring), self.heads, self.axis)
-        return x if self.ring else self._place(fd, fd.ops.set(x), (*self.heads, self.axis), None)
+            x = self._outside(fd, fd.ops.zigzag(x, ROWS, self.ring))
+        return self._inside(fd, fd.ops.set(x)) if self.split else x
 
     def left(self, fd: Any, x: TensorView) -> TensorView:
         """What attention makes, as all else takes it: the inverse of `entered`."""
-        x = self._place(fd, x, self.heads, self.axis) if self.ring else x
-        if self.is_zigzag:
-            return self._place(fd, fd.ops.unzigzag(x, ROWS, self.ring), self.heads, self.axis)
-        return x if self.ring else self._place(fd, fd.ops.set(x), self.heads, self.axis)
+        x = self._inside(fd, x) if self.round else x
+        x = self._outside(fd, fd.ops.set(x)) if self.split else x
+        return self._outside(fd, fd.ops.unzigzag(x, ROWS, self.ring)) if self.is_zigzag else x
 
-    def _place(self, fd: Any, view: TensorView, heads: tuple[str, ...], rows: str | None) -> TensorView:
+    def _outside(self, fd: Any, view: TensorView) -> TensorView:
+        return self._place(fd, view, self.heads, self.rows)
+
+    def _inside(self, fd: Any, view: TensorView) -> TensorView:
+        return self._place(fd, view, (*self.heads, *self.split), self.round)
+
+    def _place(self, fd: Any, view: TensorView, heads: tuple[str, ...], rows: tuple[str, ...]) -> TensorView:
         """Annotate a tensor, if nobody has; returns it, or of an input, which lies as it is passed, another one."""
         recording = fd.recording
         view = fd.ops.set(view) if view.id in recording.input_tensors() else view
         if not recording.is_annotated(view.id):
-            spec = (self.batch, self._heads(view.type.shape[-3], heads), rows, None)[-view.ndim :]
+            spec = (self.batch, self._heads(view.type.shape[-3], heads), list(rows) or None, None)[-view.ndim :]
             layouts = layouts_of_spec(view.label, self.mesh, spec, view.ndim, self.line)
             annotating.annotate(recording, view.id, self.mesh, layouts, self.line)
         return view
@@ -84,3 +103,7 @@ class Spread:
             left //= part
         groups = [Split(left)] if inner and left > 1 else []
         return ([*outer, *groups, *inner] if n == queries else outer) or None
+
+
+def _listed(axes: Sequence[str]) -> str:
+    return " and ".join(axes)

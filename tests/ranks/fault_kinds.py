@@ -13,7 +13,7 @@ RUN, TORCHRUN, DEFAULT = "run", "torchrun", "default group"
 MODES = (RUN, TORCHRUN, DEFAULT)
 
 START = """
-import faulthandler, os, signal, sys, threading, time
+import contextlib, faulthandler, os, signal, sys, threading, time
 import torch
 faulthandler.dump_traceback_later(20)
 if {default}:
@@ -34,8 +34,10 @@ def note(name, text=""):
     os.rename(part, path)
 
 def sockets():
-    fds = ["/proc/self/fd/" + fd for fd in os.listdir("/proc/self/fd")]
-    links = [os.readlink(fd) for fd in fds if os.path.lexists(fd)]
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed by another thread
+            links.append(os.readlink("/proc/self/fd/" + fd))
     return " ".join(link[8:-1] for link in links if link.startswith("socket:"))
 
 def fault():
