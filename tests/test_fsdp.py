@@ -144,10 +144,6 @@ def test_units_by_pattern() -> None:
     ("make", "said"),
     [
         (lambda: mf.FSDP("dp", 4), "FSDP: stage: found 4, needed 1, 2 or 3"),
-        *[(lambda v=v: mf.FSDP(v), "FSDP: axes: found ") for v in (None, 3, b"dp", {"dp"}, ["dp", None], ["dp", "dp"])],
-        *[(lambda v=v: mf.FSDP("dp", units=v), "FSDP: units: found ") for v in (3, {"a": 1}, ["a", 1])],
-        (lambda: mf.FSDP("dp", replicate=3), "FSDP: replicate: found 3"),
-        *[(lambda v=v: mf.FSDP("dp", v), "FSDP: stage: found ") for v in (True, 3.0, "3", torch.ones(2))],
         (lambda: mf.FSDP("dp", prefetch=-1), "FSDP: prefetch: found -1"),
         (lambda: mf.FSDP("dp", param_dtype=torch.int32), "Precision: param: found torch.int32"),
         (lambda: mf.FSDP("q"), "fsdp: found 'q', needed an mf.FSDP, or one or several of ['dp']"),
@@ -159,3 +155,18 @@ def test_what_is_said_of_mistakes(make: Any, said: str) -> None:
     with pytest.raises(mf.DefinitionError) as found:
         mf.parallelize(Stack(), mf.DeviceMesh((4,), ("dp",)), fsdp=make(), inputs=ROWS)
     assert said in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "wrong"),
+    [
+        ("axes", [None, 3, b"dp", {"dp"}, ["dp", None], ["dp", "dp"]]),
+        ("units", [3, {"a": 1}, ["a", 1]]),
+        ("replicate", [3, ["dp"]]),
+        ("stage", [True, 3.0, "3", torch.ones(2)]),
+    ],
+)
+def test_options_of_another_kind(option: str, wrong: list[Any]) -> None:
+    for value in wrong:
+        with pytest.raises(mf.DefinitionError, match=f"FSDP: {option}: found "):
+            mf.FSDP(**({"axes": "dp"} | {option: value}))
