@@ -168,5 +168,6 @@ def test_what_is_said_of_mistakes(make: Any, said: str) -> None:
 )
 def test_options_of_another_kind(option: str, wrong: list[Any]) -> None:
     for value in wrong:
+        options: dict[str, Any] = {"axes": "dp", option: value}
         with pytest.raises(mf.DefinitionError, match=f"FSDP: {option}: found "):
-            mf.FSDP(**({"axes": "dp"} | {option: value}))
+            mf.FSDP(**options)
