@@ -22,6 +22,13 @@ def is_text(text: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
+def texts(value: Any) -> tuple[str, ...] | None:
+    """The texts that a text, or a list of some, stands for; None for anything else."""
+    found = (value,) if isinstance(value, str) else value
+    is_list = isinstance(found, (list, tuple)) and all(isinstance(text, str) for text in found)
+    return tuple(found) if is_list else None
+
+
 def check_flags(line: SourceLine, **flags: Any) -> None:
     """Raises ArgumentError for an option, given by name, that is neither True nor False."""
     for name, value in flags.items():

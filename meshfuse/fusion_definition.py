@@ -56,8 +56,8 @@ class FusionDefinition(WrittenDefinition):
         PlanWarning that names the annotation to change. Without a bound there is one only for a very large collective,
         where another annotation would halve what the whole plan sends.
     max_memory: bytes that a rank may hold (None: MESHFUSE_MAX_MEMORY, else no bound). Where a plan holds more, gathered
-        tensors are dropped after one use and gathered again for the next; where that is not enough, a PlanWarning says
-        what takes the memory.
+        tensors are dropped after one use and gathered again for the next, then activations lie in parts; where that is
+        not enough either, the DefinitionError says what takes the memory.
     search: how to plan (None: MESHFUSE_SEARCH, else "auto"). "follow": by rules alone, as GSPMD does, without prices.
         "fast": the best plan over whole axes, as the program is written. "auto": also written in other ops, and over
         parts of axes where bytes alone decide. "thorough": over parts of axes on all links.
@@ -78,7 +78,7 @@ class FusionDefinition(WrittenDefinition):
         self, seed: int | None = None, *, max_wire: float | None = None, max_memory: float | None = None,
         search: str | None = None, promotion: str = "nvfuser",
     ) -> None:  # fmt: skip
-        if promotion not in ("nvfuser", "torch"):
+        if not isinstance(promotion, str) or promotion not in ("nvfuser", "torch"):
             raise user_error("FusionDefinition: promotion", shown(promotion), "'nvfuser' or 'torch'", "",
                              caller_line())  # fmt: skip
         if seed is not None and as_int(seed) is None:
@@ -157,7 +157,10 @@ class FusionDefinition(WrittenDefinition):
         holds as little as `max_memory`.
         """
         line = self.recording.line_of_change()
-        given = [own_all(self, pair, "auto: updates", line) for pair in dict(updates or {}).items()]
+        if not isinstance(updates, Mapping | None):
+            raise user_error("auto: updates", shown(updates), "a dict of tensors by tensors",
+                             "Pass {w: new_w}, by input the output that is its next value.", line)  # fmt: skip
+        given = [own_all(self, pair, "auto: updates", line) for pair in (updates or {}).items()]
         pairs = {new.id: old.id for old, new in given}
         found, plan = self._programs.automatic(checked_mesh(mesh, line), shapes, max_memory, pairs, line)
         for tensor, sharding in found.items():

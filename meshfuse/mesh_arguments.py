@@ -31,7 +31,7 @@ def read_devices(
     if names is None or _holds_ranks(devices) or not _is_list(nested) or len(names) != len(nested):
         return _flatten(nested)
     # A list of rank 0 alone is a world of one; a shape of no ranks is none.
-    if (nested == [0] and not isinstance(devices, tuple)) or any(map(_is_list, nested)):
+    if ([as_int(size) for size in nested] == [0] and not isinstance(devices, tuple)) or any(map(_is_list, nested)):
         return _flatten(nested)
     shape = _shape(nested)
     return shape, tuple(range(_bounded(math.prod(shape))))

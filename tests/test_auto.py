@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -222,11 +223,22 @@ def test_a_bound_that_nothing_is_within() -> None:
     assert not fd.recording.annotations
 
 
+def test_a_step_that_is_shorter_than_any_message_is_within_a_bound_as_well() -> None:
+    """There the price of memory must outweigh what messages take to start."""
+    with mf.FusionDefinition() as fd:
+        x, w = fd.define_tensor([16, 8]), fd.define_tensor([8, 8])
+        fd.add_output(fd.ops.softmax(fd.ops.linear(fd.ops.softmax(fd.ops.linear(x, w), 0), w), 1))
+    fd.auto(TWO, max_memory=1000)
+    assert fd.memory().peak <= 1000
+
+
 def test_what_auto_does_not_take() -> None:
     fd, (x, *_) = mlp(*SMALL)
     raises("mesh: found 'x', needed an mf.DeviceMesh", lambda: fd.auto("x"))
     raises("max_memory: found", lambda: fd.auto(ONE, max_memory=-1))
     raises("auto: updates: found 3, needed a tensor of this definition", lambda: fd.auto(ONE, updates={x: 3}))  # type: ignore[dict-item]
+    for wrong in (3, True, "x", [x], np.zeros(2)):
+        raises("auto: updates: found ", lambda wrong=wrong: fd.auto(ONE, updates=wrong))  # type: ignore[arg-type]
     fd.mesh_split(x, TWO, ["dp", None])
     raises("fd.auto: found ", lambda: fd.auto(ONE))
     empty = mf.FusionDefinition()

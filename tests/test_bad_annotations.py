@@ -214,6 +214,7 @@ MESHES: list[tuple[str, Callable[[], Any]]] = [
         for names in ((), ("a",))
         for v, found in (("x", "'x'"), (None, "None"), ([None], "None"), ([[0]], "[0]"), ([2.5], "2.5"))
     ],
+    *[("made of ranks: found ", lambda v=v: mf.DeviceMesh((v,), ("a",))) for v in (np.ones(2), torch.ones(2))],
     ("at most 1048576", lambda: mf.DeviceMesh((10**12,), ("a",))),
     ("found 1000000000 ranks, needed at most 1048576", lambda: mf.DeviceMesh(range(10**9), ("a",))),
     ("at most 1048576", lambda: mf.DeviceMesh((2,), ("a",), ranks=range(10**9))),

@@ -42,7 +42,7 @@ def test_values_that_are_no_tensor_of_the_definition(value: Any) -> None:
 DEFINING: list[tuple[str, Callable[[mf.FusionDefinition], Any]]] = [
     *[
         ("define_tensor: shape", lambda fd, v=v: fd.define_tensor(v))
-        for v in ("ab", 5, None, [2.5], [-2], [True], [2**80], {"a": 1}, [None], [[2]])
+        for v in ("ab", 5, None, [2.5], [-2], [True], [2**80], {"a": 1}, [None], [[2]], {8, 16}, {8: 16}, {}, b"a")
     ],
     *[
         ("define_tensor: dtype", lambda fd, v=v: fd.define_tensor([2], dtype=v))

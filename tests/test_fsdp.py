@@ -180,3 +180,19 @@ def test_what_stands_outside_of_layers_is_put_together_up_to_the_largest_unit() 
     model["embed"] = nn.Embedding(4, WIDTH)
     tail[1] = nn.Linear(WIDTH, 2 * WIDTH + 64)
     assert {"tail.0", "tail.1"} < set(units_of(model, mf.FSDP("dp")).values())
+
+
+@pytest.mark.parametrize(
+    ("option", "wrong"),
+    [
+        ("axes", [None, 3, b"dp", {"dp"}, ["dp", None], ["dp", "dp"]]),
+        ("units", [3, {"a": 1}, ["a", 1]]),
+        ("replicate", [3, ["dp"]]),
+        ("stage", [True, 3.0, "3", torch.ones(2)]),
+    ],
+)
+def test_options_of_another_kind(option: str, wrong: list[Any]) -> None:
+    for value in wrong:
+        options: dict[str, Any] = {"axes": "dp", option: value}
+        with pytest.raises(mf.DefinitionError, match=f"FSDP: {option}: found "):
+            mf.FSDP(**options)

@@ -139,3 +139,5 @@ def test_the_text_of_a_definition_has_the_casts() -> None:
 def test_another_promotion_is_an_error() -> None:
     with pytest.raises(mf.DefinitionError, match="promotion: found 'jax', needed 'nvfuser' or 'torch'"):
         mf.FusionDefinition(promotion="jax")
+    with pytest.raises(mf.DefinitionError, match="promotion: found "):
+        mf.FusionDefinition(promotion=torch.ones(2))  # type: ignore[arg-type]

@@ -195,6 +195,20 @@ def test_what_cannot_be_helped_is_an_error_that_says_the_least_and_names_the_ten
         fsdp(max_memory=least - 1).compile()
 
 
+@pytest.mark.parametrize("name", ["cumsum", "topk", "var"])
+def test_the_forms_of_one_op_are_compared_within_a_bound(name: str):
+    """By graphs of that op alone, which lack the other tensors that are held."""
+    more = {"cumsum": (0,), "topk": (2, 0), "var": ([0],)}[name]
+    with mf.FusionDefinition(max_memory=1500) as fd:
+        x = fd.define_tensor([16, 8], dtype=mf.DataType.Double)
+        made = getattr(fd.ops, name)(x, *more)
+        for out in (*(made if isinstance(made, tuple) else (made,)), fd.ops.matmul(fd.ops.tanh(x), x.T)):
+            fd.add_output(out)
+        fd.mesh_split(x, mf.DeviceMesh((4,), ("x",)), ["x", None])
+    with pytest.raises(mf.DefinitionError, match=r"max_memory: found 1,500 bytes, needed [12],"):
+        fd.compile()
+
+
 def test_a_limit_that_is_kept_warns_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -105,6 +105,20 @@ def test_an_op_that_must_have_it_whole_is_an_error() -> None:
     assert str(raised.value).startswith("x (t0) is stationary along tp: found argsort, which must have it as [")
 
 
+@pytest.mark.parametrize("search", ["follow", "fast"])
+def test_the_op_that_is_named_is_one_that_cannot_come(search: str) -> None:
+    """And not an elementwise op that reads what is moved for another one."""
+    mesh = mf.DeviceMesh((2, 2, 2), ("a", "b", "c"))
+    with mf.FusionDefinition(search=search) as fd:
+        x = fd.define_tensor([4, 7])
+        double = fd.ops.sub(x, x)
+        fd.add_output(fd.ops.reshape(fd.ops.cat([double, x], 1), [8, 7, 1]))
+        fd.add_output(double)
+        fd.mesh_split(x, mesh, [["b", "c"], "a"], stationary=True)
+    with pytest.raises(mf.DefinitionError, match=r"x \(t0\) is stationary along a, b, c: found cat, which must have"):
+        fd.compile()
+
+
 @pytest.mark.parametrize(("along", "found"), [("dp", "'dp'"), (["tp", "x"], "['tp', 'x']"), (3, "3"), (None, "None")])
 def test_what_is_no_axis_is_an_error(along: Any, found: str) -> None:
     with mf.FusionDefinition() as fd:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,8 @@ from ..sharding.value import MOST_DIMS
 
 _LARGEST = 2**63 - 1
 _NUMBERS: tuple[Any, ...] = (int, float, complex)
+# Not sizes in an order, though some have a length and ints in them.
+_NO_LISTS = (str, bytes, bytearray, Set, Mapping)
 
 
 def named(line: SourceLine, name: Any, what: str) -> SourceLine:
@@ -31,7 +33,7 @@ def named(line: SourceLine, name: Any, what: str) -> SourceLine:
 
 def checked_sizes(given: Any, line: SourceLine) -> tuple[int, ...]:
     """Sizes of an input tensor, -1 for open ones. Raises DefinitionError for anything else."""
-    is_list = not isinstance(given, str) and hasattr(given, "__len__") and hasattr(given, "__iter__")
+    is_list = not isinstance(given, _NO_LISTS) and hasattr(given, "__len__") and hasattr(given, "__iter__")
     try:
         _check_count("define_tensor", len(given) if is_list else 0, line)
         found = tuple(map(as_int, given)) if is_list else (None,)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..argument_checks import as_int, texts
 from ..errors import caller_line, shown, user_error
 
 
@@ -42,13 +43,20 @@ class FSDP:
         param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         line = caller_line()
-        if stage not in (1, 2, 3):
+        cut, patterns = texts(axes), units if units is None else texts(units)
+        if cut is None or len(set(cut)) < len(cut):
+            raise user_error("FSDP: axes", shown(axes), "the name of an axis, or a list of different ones", "", line)
+        if replicate is not None and not isinstance(replicate, str):
+            raise user_error("FSDP: replicate", shown(replicate), "the name of an axis, or None", "", line)
+        if patterns is None and units is not None:
+            raise user_error("FSDP: units", shown(units), "a pattern of names, or a list of some", "", line)
+        if as_int(stage) not in (1, 2, 3):
             raise user_error("FSDP: stage", shown(stage), "1, 2 or 3", "", line)
         if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
             raise user_error("FSDP: prefetch", shown(prefetch), "how many units ahead, 0 or more", "", line)
         values = {
-            "axes": (axes,) if isinstance(axes, str) else tuple(axes), "stage": stage, "replicate": replicate,
-            "units": (units,) if isinstance(units, str) else None if units is None else tuple(units),
+            "axes": cut, "stage": as_int(stage), "replicate": replicate,
+            "units": patterns,
             "reshard_after_forward": bool(reshard_after_forward) and stage == 3, "prefetch": prefetch,
             "param_dtype": param_dtype, "reduce_dtype": reduce_dtype,
         }  # fmt: skip

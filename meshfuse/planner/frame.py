@@ -95,7 +95,8 @@ class Frame:
         alike = {i: first.setdefault(found._asked_of(i), i) for i in (*self.inputs, *self.makers)}
         ops, tensors = Counter(found.deciders), Counter(alike.values())
         special = _special(self.graph, self.meshes, ops, alike)
-        held = Counter(alike[i] for i in self.opened.held)
+        # The graph of a single op, by which its forms are compared, has few of a program's tensors.
+        held = Counter(alike[i] for i in self.opened.held if i in alike)
         return dataclasses.replace(found, ops=ops, alike=alike, tensors=tensors, special=special, held=held)
 
     def _asked_of(self, tensor: int) -> Hashable:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import user_error
 from ..graph import Graph, Node
-from ..ops.rules import FactorKind
+from ..ops.rules import FactorKind, Rule
 from ..sharding import layout as lay
 from ..sharding.value import Sharding
 
@@ -27,9 +27,20 @@ def stationary_axes(graph: Graph) -> dict[int, frozenset[str]]:
     if found:
         for node in graph.nodes:
             along = found.get(node.inputs[0]) if len(node.inputs) == 1 else None
-            if along and all(factor.kind is FactorKind.PASS for factor in node.rule.factors):
+            if along and _keeps_all(node.rule):
                 found.update((i, found.get(i, frozenset()) | along) for i in node.outputs)
     return found
+
+
+def _keeps_all(rule: Rule) -> bool:
+    """Whether all factors of a rule pass through."""
+    return all([factor.kind is FactorKind.PASS for factor in rule.factors])
+
+
+def _comes_to_all(rule: Rule) -> bool:
+    """Whether an op takes operands wherever they lie: it merges and splits no dim either."""
+    dims = [dim for side in (rule.operands, rule.results) for tensor in side for dim in tensor]
+    return _keeps_all(rule) and all([len(factors) <= 1 for factors in dims])
 
 
 def moves_along(
@@ -65,10 +76,15 @@ def check_stationary(
 
     made: where every tensor is made. operands: by op, where it needs its operands.
     """
-    for node in graph.nodes:
-        for i, need in zip(node.inputs, operands[node.id], strict=True):
-            if i in kept and moves_along(kept[i], [made[i]], [need], graph.shape(i)).all():
-                raise _not_possible(graph, node, i, kept[i], made[i], need)
+    found = [
+        (node, i, need)
+        for node in graph.nodes
+        for i, need in zip(node.inputs, operands[node.id], strict=True)
+        if i in kept and moves_along(kept[i], [made[i]], [need], graph.shape(i)).all()
+    ]
+    # What another op has moved, elementwise ops read there, too: they are not the cause.
+    for node, i, need in sorted(found, key=lambda entry: _comes_to_all(entry[0].rule))[:1]:
+        raise _not_possible(graph, node, i, kept[i], made[i], need)
 
 
 def _not_possible(

@@ -23,20 +23,29 @@ class Planned(Protocol):
 
 
 P = TypeVar("P", bound=Planned)
-# Prices that are tried, as times the seconds per byte of the plan without a bound, and how many between them.
-_PRICES, _HALVINGS = (1e-4, 1e3), 6
+# Prices that are tried, as times the seconds per byte of the plan without a bound, and how many between them. At the
+# dearest memory alone decides, also where a message takes far longer to start than all of a small step takes.
+_PRICES, _DEAREST, _HALVINGS = (1e-4, 1e3), 1e9, 6
 
 
-def fastest_within(limit: float, free: P, at: Callable[[float], P], halvings: int = _HALVINGS) -> P:
+def fastest_within(
+    limit: float, free: P, at: Callable[[float], P], halvings: int = _HALVINGS, is_small: bool = True
+) -> P:  # fmt: skip
     """The fastest plan within a limit in bytes; where even at the dearest price too much is held, one that holds least.
 
     free: the plan without a bound. at: the best plan at a price, in seconds per byte. halvings: of the price, at most.
+    is_small: whether a step may take less time than its messages take to start: the dearest price is then tried, too.
     """
     usual = free.seconds / free.memory
     low, high = usual * _PRICES[0], usual * _PRICES[1]
     best = at(high)
+    tried = [free, best]
+    if best.memory > limit and is_small:
+        low, high = high, usual * _DEAREST
+        best = at(high)
+        tried.append(best)
     if best.memory > limit:
-        return min(free, best, key=lambda each: each.memory)
+        return min(tried, key=lambda each: each.memory)
     for _ in range(halvings):
         price = math.sqrt(low * high)
         found = at(price)

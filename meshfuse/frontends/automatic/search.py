@@ -207,7 +207,7 @@ class Search:
             free = self._priced(asked)
             is_slower = self._is_slower(free)
             if free.memory > self.limit and not is_slower:
-                free = fastest_within(self.limit, free, functools.partial(self._priced, asked), _HALVINGS)
+                free = fastest_within(self.limit, free, functools.partial(self._priced, asked), _HALVINGS, False)
             found.append(free)
             self.least = min(self.least, free.memory)
             if free.memory <= self.limit or is_slower:
