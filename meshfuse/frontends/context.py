@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..argument_checks import texts
 from ..errors import SourceLine, caller_line, shown, user_error
 from ..mesh import DeviceMesh
 
@@ -64,22 +65,21 @@ class Context:
 
 def _axes(axes: Any, line: SourceLine) -> tuple[str, ...]:
     """The names of axes that a context is given. Raises DefinitionError for anything else."""
-    given = (axes,) if isinstance(axes, str) else axes
-    is_list = isinstance(given, list | tuple) and all(isinstance(axis, str) for axis in given)
-    if not is_list or not given or len({*given}) < len(given):
+    given = texts(axes)
+    if not given or len({*given}) < len(given):
         raise user_error("Context: axes", shown(axes), "the name of an axis of the mesh, or of different ones",
                          'Pass "cp", or ("cp", "up").', line)  # fmt: skip
-    return tuple(given)
+    return given
 
 
 def _methods(method: Any, axes: Sequence[str], line: SourceLine) -> tuple[str, ...]:
     """The method of each axis. Raises DefinitionError for one that there is not, and for another number of them."""
-    given = (method,) * len(axes) if isinstance(method, str) else method
-    is_list = isinstance(given, list | tuple) and len(given) == len(axes)
-    if not is_list or not all(isinstance(its, str) and its in METHODS for its in given):
+    given = texts(method) or ()
+    given = given * len(axes) if isinstance(method, str) else given
+    if len(given) != len(axes) or not {*given} <= {*METHODS}:
         several = f", or {len(axes)} of them, one for each axis" if len(axes) > 1 else ""
         raise user_error("Context: method", shown(method), f"one of {list(METHODS)}{several}", "", line)
-    return tuple(given)
+    return given
 
 
 def checked_context(context: Any, mesh: DeviceMesh, line: SourceLine) -> Context | None:
