@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -171,3 +172,35 @@ def test_weights_are_where_they_are_used() -> None:
     model = mf.parallelize(Words(), mf.DeviceMesh((3,), ("pp",)), pipeline=turned, loss=loss_of)
     with pytest.raises(mf.DefinitionError, match=r"layers\.1: found does not run after the one cut at before"):
         model.step(words(0), words(1))
+
+
+class Narrowing(nn.Module):
+    """Equal layers, of which the first two see sixteen times as many rows as the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(512, 512) for _ in range(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x[:, ::16] if i == 2 else x).relu()
+        return x
+
+
+def stages_of_layers(example: dict[str, torch.Tensor] | None, schedule: str = "1f1b", virtual: int = 1) -> list[str]:
+    """The stage of each layer, after a step."""
+    model = mf.parallelize(
+        Narrowing(), mf.DeviceMesh((2,), ("pp",), links="dgx-h100"),
+        pipeline=mf.Pipeline("pp", schedule, microbatches=2, virtual=virtual), example=example,
+        loss=lambda y, target: (y[:, :, 0] - target).square().mean(),
+    )  # fmt: skip
+    model.step(torch.ones(2, 16, 512), torch.ones(2, 1))
+    found = [re.findall(r"stage (\d)", model.explain(f"layers.{i}.weight")) for i in range(6)]
+    return ["".join(dict.fromkeys(stages)) for stages in found]
+
+
+def test_stages_are_cut_by_the_time_of_their_layers_where_sizes_are_known() -> None:
+    example = {"x": torch.empty(1024, 64, 512, device="meta"), "target": torch.empty(1024, 4, device="meta")}
+    assert stages_of_layers(example) == ["0", "1", "1", "1", "1", "1"]
+    assert stages_of_layers(example, "interleaved", virtual=2) == ["0", "1", "2", "2", "2", "3"]
+    assert stages_of_layers(None) == ["0", "0", "0", "1", "1", "1"]

@@ -26,6 +26,7 @@ from .asked import assignment_of, completed_by, device_of, precision_of
 from .attentions import check_attends
 from .autograd import Runner
 from .automatic.planning import plan as automatic
+from .automatic.stage_cuts import cut_by_time
 from .call_graphs import graph_of_call
 from .calls import Arguments, Call, read_call, shards_of_arguments
 from .context import Context, checked_context
@@ -94,7 +95,8 @@ def parallelize(
     experts: axes that the experts of each layer are cut over (`mf.Experts`): rows of tokens then go to them and back.
     context: attention over a sequence whose rows are cut over axes of the mesh (`mf.Context`).
     loss: for `step`: a function of the model's result and a target; None where the model returns a loss itself.
-    example: for "auto" the arguments of a step by name, of which shapes and types are read.
+    example: the arguments of a step by name, of which shapes and types are read: for the plan "auto", and for stages
+        that take about as long.
 
     Raises DefinitionError for a plan, mesh or names that do not fit the module, ArgumentError for a mesh of other ranks
     than the job has, and RankError where ranks pass different parameters.
@@ -114,6 +116,7 @@ def parallelize(
             plan.check_mesh(whole, line)
             inputs, pipeline, checkpoint = completed_by(plan, inputs, pipeline, checkpoint)
             microbatches = plan.microbatches
+        pipeline = cut_by_time(module, whole, pipeline, plan=plan, inputs=inputs, example=example, loss=loss, line=line)
         stages = assignment_of(module, whole, pipeline, microbatches, loss, line)
         here, names = stages.mesh_here(), _argument_names(module)
         specs = checked_specs("inputs", inputs, [*names, *([TARGET] if loss is not None else [])], here, line)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -77,19 +78,35 @@ def plan(
         _check(mode, asked, found, states, microbatches, line)
         if not isinstance(example, Mapping | None):
             raise user_error("plan: example", shown(example), "a dict of arguments by name", "", line)
-        whole, kwargs = WithLoss(module, loss), {**(example or {}), **kwargs}
-        args = (*args, kwargs.pop(TARGET)) if loss is not None and TARGET in kwargs else args
-        names = whole.argument_names(list(inspect.signature(module.forward).parameters), len(args))
-        specs = checked_specs("inputs", inputs, [*names, TARGET], found, line)
-        given = module_plan(module, found, keep, None, specs, line)
-        rule = mode == "rule"
-        kept = {n: spec for n, spec in given.parameters.items() if rule or axes_in(spec) or _is_kept(n, keep)}
-        model = _model(whole, module, found, (args, kwargs), names, specs, kept, states, line)
-        if rule:
-            _give_all(model.given)
+        given = args, {**(example or {}), **kwargs}
+        model = model_of(module, found, given, inputs, keep, loss, line, rule=mode == "rule", states=states)
         _check_parts(model, asked, found, microbatches, line)
         limit = math.inf if max_memory is None else float(max_memory)
-        return _found(Search(Pricer(model, found, asked), limit, microbatches, not rule), line)
+        return _found(Search(Pricer(model, found, asked), limit, microbatches, mode != "rule"), line)
+
+
+def model_of(
+    module: nn.Module, mesh: DeviceMesh, given: tuple[tuple[Any, ...], dict[str, Any]],
+    inputs: Mapping[str, Sequence[Any]] | None, keep: Any, loss: Callable[[Any, Any], torch.Tensor] | None,
+    line: SourceLine, *, rule: bool, states: int = 2, all_layers: bool = False,
+) -> Model:  # fmt: skip
+    """A model captured for arguments; all but `line` and `rule` are as of `plan`.
+
+    rule: whether weights and arguments lie as `keep` and `inputs` say, and are whole otherwise; else others are open.
+    all_layers: whether layers that are equal count each for themselves: their arguments may differ in size.
+    """
+    whole, (args, kwargs) = WithLoss(module, loss), given
+    args = (*args, kwargs.pop(TARGET)) if loss is not None and TARGET in kwargs else args
+    names = whole.argument_names(list(inspect.signature(module.forward).parameters), len(args))
+    specs = checked_specs("inputs", inputs, [*names, TARGET], mesh, line)
+    lie = module_plan(module, mesh, keep, None, specs, line).parameters
+    kept = {n: spec for n, spec in lie.items() if rule or axes_in(spec) or _is_kept(n, keep)}
+    few = FewLayers.of(module)
+    choices = [few.all()] if all_layers or not few.is_shorter else [few, few.all()]
+    model = _model(whole, module, mesh, (args, kwargs), names, specs, kept, choices, states, line)
+    if rule:
+        _give_all(model.given)
+    return model
 
 
 def _check(
@@ -139,14 +156,13 @@ def _give_all(arguments: Arguments) -> None:
 
 def _model(
     whole: WithLoss, module: nn.Module, mesh: DeviceMesh, given: tuple[tuple[Any, ...], dict[str, Any]],
-    names: list[str], specs: Mapping[str, Spec], kept: Mapping[str, Spec], states: int, line: SourceLine,
+    names: list[str], specs: Mapping[str, Spec], kept: Mapping[str, Spec], choices: Sequence[FewLayers], states: int,
+    line: SourceLine,
 ) -> Model:  # fmt: skip
     """The model captured with few of its layers and for any number of rows; with all, or for these rows, where that
     fails."""
-    few = FewLayers.of(module)
-    tries = [(few, True), (few, False), (few.all(), True), (few.all(), False)]
     error: MeshfuseError | None = None
-    for layers, is_elastic in tries:
+    for layers, is_elastic in itertools.product(choices, (True, False)):
         with layers.alone(module):
             experts = exchangeable(module)
             tables = list(whole.modules()), list(whole.parameters())

@@ -63,7 +63,7 @@ def step_cost(costs: LayerCosts, few: FewLayers, arrangement: Arrangement, link:
     """
     schedule = named(arrangement.schedule, arrangement.ranks, arrangement.microbatches, arrangement.virtual)
     layers = expanded(costs, few)
-    cuts = even_parts(_loads(costs, layers), arrangement.stages) if arrangement.stages > 1 else []
+    cuts = even_parts(layer_loads(costs, layers), arrangement.stages) if arrangement.stages > 1 else []
     stages = _stages(costs, layers, cuts)
     lasts = _durations(schedule, stages, [link.seconds(1, stage.handed / stage_ranks) for stage in stages])
     once = [sum(stages[s].once for s in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
@@ -85,7 +85,7 @@ def expanded(costs: LayerCosts, few: FewLayers) -> list[LayerCost]:
     return [costs.layers[place[i]] for i in few.stands]
 
 
-def _loads(costs: LayerCosts, layers: Sequence[LayerCost]) -> list[int]:
+def layer_loads(costs: LayerCosts, layers: Sequence[LayerCost]) -> list[int]:
     """Picoseconds of each layer, with what stands before the first and behind the last."""
     seconds = [layer.seconds for layer in layers]
     seconds[0] += costs.before.seconds

@@ -25,8 +25,8 @@ class Pipeline:
     microbatches: into how many parts the batch is cut along its first dim.
     virtual: how many stages a rank has, where the schedule leaves that open.
     cut: the full names of the modules (or patterns of one) before which the model is cut, one less than stages; "auto"
-        has stages with about as many weights each, which is as many operations, cut between the layers of the longest
-        nn.ModuleList or nn.Sequential.
+        cuts between the layers of the longest nn.ModuleList or nn.Sequential so that stages take about as long, by the
+        planner's model, where `mf.parallelize` is given an `example`; else so that they have about as many weights.
     modules: by pattern of parameters or modules the stage that has them, where modules are made in another order than
         they run in.
 
