@@ -158,3 +158,13 @@ def test_errors(make: Any, said: str) -> None:
 def test_rows_other_than_defined() -> None:
     with pytest.raises(mf.ArgumentError, match="found 5 rows in a micro-batch, needed 4, as defined"):
         net(size=4).pipeline().simulate(arguments(17))
+
+
+def test_a_step_is_played_on_tensors_of_meta() -> None:
+    """Times scale with what is computed; nothing is, and no rank's memory is taken."""
+    step = net((2, 2), size=-1).pipeline(microbatches=4)
+    small, large = (step.play([torch.empty(t.shape if i > 1 else (rows, WIDTH), device="meta")
+                               for i, t in enumerate(arguments())]) for rows in (1 << 16, 1 << 20))  # fmt: skip
+    assert large.ranks == 4 and 8 < large.seconds / small.seconds < 17
+    assert 0 < small.bubble < 0.5 and small.memory < large.memory
+    assert [row.stages for row in large.rows] == [(0,), (1,)]

@@ -23,8 +23,10 @@ from .costs import step_bill, step_memory
 from .definition_cut import Asked, owners_of, stages_of
 from .definition_stages import StageSetting, definition_stage, weight_name
 from .micro_batches import micro_batches
+from .played_step import PlayedStep
 from .schedule import Schedule
 from .stepping import Planned, Work, stepped
+from .whole_step import WholeStep
 
 Shapes = dict[int, tuple[int, ...]]
 
@@ -66,10 +68,9 @@ class PipelinedDefinition:
         Inputs are those of the definition in their order, with the whole batch in the place of a micro-batch. Raises
         ArgumentError for what does not fit, or in a job of several ranks.
         """
-        if World.current().size > 1:
-            raise user_error("pipeline: simulate", f"a job of {World.current().size} ranks", "one process",
-                             "Call execute with this rank's shards.", caller_line(), ArgumentError)  # fmt: skip
-        return self._run(inputs, None, caller_line())
+        line = caller_line()
+        self._check_simulated("simulate", line)
+        return self._run(inputs, None, line)
 
     def execute(self, inputs: Sequence[Any], *, backend: str | None = None) -> list[Any]:
         """[the loss, the list of gradients] on this process' rank: its shards of inputs, and of gradients.
@@ -78,6 +79,16 @@ class PipelinedDefinition:
         Raises ArgumentError for what does not fit, and RankError as `fd.execute`.
         """
         return self._run(inputs, backend, caller_line())
+
+    def play(self, inputs: Sequence[torch.Tensor], *, states: float = 2) -> PlayedStep:
+        """A modelled run of a step on all ranks of the mesh, and what it takes; nothing is computed.
+
+        Inputs are those of `simulate`; they may be on meta. states: how many tensors of a weight's size the optimiser
+        keeps. Raises ArgumentError as `simulate`.
+        """
+        line = caller_line()
+        self._check_simulated("play", line)
+        return WholeStep(self.assignment, self._planned_of(self._values(inputs, line)[0], line)).played(states)
 
     def schedule(self) -> Schedule:
         """The order in which ranks work off a step; printing it shows a picture, and how much of it is idle."""
@@ -91,6 +102,11 @@ class PipelinedDefinition:
         """By stage what a rank held in the latest step, as modelled, in bytes."""
         return step_memory(self.assignment, self._ran())
 
+    def _check_simulated(self, what: str, line: SourceLine) -> None:
+        if (size := World.current().size) > 1:
+            raise user_error(f"pipeline: {what}", f"a job of {size} ranks", "one process",
+                             "Call execute with this rank's shards.", line, ArgumentError)  # fmt: skip
+
     def _ran(self) -> list[Planned]:
         if not self.last:
             raise user_error("the pipeline has not run a step yet", "", "a call of simulate or execute",
@@ -98,18 +114,26 @@ class PipelinedDefinition:
         return self.last
 
     def _run(self, inputs: Sequence[Any], backend: str | None, line: SourceLine) -> list[Any]:
-        asked, given = self.asked, self._by_tensor(inputs, line)
-        order = list(asked.batch)
+        values, shares = self._values(inputs, line)
+        self.last = planned = self._planned_of(values, line)
+        self._steps += 1
+        device = next(t.device for t in values.given.values() if t is not None)
+        work = Work(self.assignment, planned, values, shares, device, backend, self._seed())
+        loss, gradients = stepped(work, True)
+        return [loss, [gradients.get(weight_name(i)) for i in self.asked.weights]]
+
+    def _values(self, inputs: Sequence[Any], line: SourceLine) -> tuple[_Values, Sequence[float]]:
+        """What stages read, and by micro-batch its share of the loss."""
+        given, order = self._by_tensor(inputs, line), list(self.asked.batch)
         parts = micro_batches(tuple(given[i] for i in order), {}, self.schedule().microbatches,
                               set(range(len(order))), line)  # fmt: skip
-        values = _Values(asked, given, [dict(zip(order, part, strict=True)) for part, _ in parts.parts])
+        batches = [dict(zip(order, part, strict=True)) for part, _ in parts.parts]
+        return _Values(self.asked, given, batches), parts.shares
+
+    def _planned_of(self, values: _Values, line: SourceLine) -> list[Planned]:
+        """By micro-batch the programs of its stages."""
         with located(line):
-            planned = [self._planned(self._shapes(part, given, line)) for part in values.parts]
-        self.last, device = planned, next(t.device for t in given.values() if t is not None)
-        self._steps += 1
-        work = Work(self.assignment, planned, values, parts.shares, device, backend, self._seed())
-        loss, gradients = stepped(work, True)
-        return [loss, [gradients.get(weight_name(i)) for i in asked.weights]]
+            return [self._planned(self._shapes(part, values.given, line)) for part in values.parts]
 
     def _seed(self) -> int:
         return (self.asked.recording.seed or 0) + self._steps
