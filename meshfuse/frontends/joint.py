@@ -300,13 +300,25 @@ class JointWriter:
         return self.setting.plan.sharding is not None and not others and not self.setting.plan.experts
 
     def _with_gathered(self, found: Cut) -> Cut:
-        """The forward also saves the parameters that it has gathered, where they stay so for the backward."""
-        fsdp = self.setting.plan.sharding
-        if fsdp is None or fsdp.reshard_after_forward:
-            return found
-        kept = [node for node in found.reads if node in self.sharded]
-        reads = tuple(node for node in found.reads if node not in self.sharded)
+        """The forward also saves parameters that it has gathered, where they stay so for the backward."""
+        kept = [node for node in found.reads if node in self.sharded and self._stays_gathered(node)]
+        reads = tuple(node for node in found.reads if node not in kept)
         return replace(found, saved=(*found.saved, *kept), reads=reads)
+
+    def _stays_gathered(self, weight: Node) -> bool:
+        """Whether the forward hands on a weight as it is gathered: any where the user says so, else those of the last
+        unit, which a backward that follows at once would begin with."""
+        fsdp = self.setting.plan.sharding
+        if fsdp is not None and not fsdp.reshard_after_forward:
+            return True
+        return self.setting.sync.runs == 1 and self.sharded[weight] == self._last_unit
+
+    @functools.cached_property
+    def _last_unit(self) -> str:
+        """The unit that the forward begins last."""
+        units = dict.fromkeys(self.sharded[x] for node in self.graph.module.graph.nodes
+                              for x in node.all_input_nodes if x in self.sharded)  # fmt: skip
+        return list(units)[-1]
 
     def _declare_units(self, made: Translator, weights: Sequence[Node]) -> None:
         """Have weights be gathered unit by unit, before a unit's first op."""

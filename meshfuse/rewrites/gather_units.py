@@ -2,8 +2,9 @@
 
 As in ZeRO (Rajbhandari et al. 2020) and PyTorch's FSDP (Zhao et al. 2023). A unit, such as a layer, is gathered before
 the first op that reads it, in the forward and again in each backward, or with `prefetch` before that of a unit ahead of
-it, so that its weights travel while others compute. What follows from a weight alone, such as its transpose, is made of
-what was gathered, right before it is read, so that nothing is held from the forward to the backward.
+it, so that its weights travel while others compute. The last unit of the forward stays: a backward begins with it. What
+follows from a weight alone, such as its transpose, is made of what was gathered, right before it is read, so that
+nothing else is held from the forward to the backward.
 """
 
 from __future__ import annotations
@@ -141,8 +142,11 @@ class _Gathering:
     def gathered(self) -> Graph:
         """The graph with gathers."""
         nodes = [node for node in self.graph.nodes if node.outputs[0] not in self.derived]
+        kept: Mapping[int, int] = {}
         for number, (phase, some) in enumerate(itertools.groupby(nodes, key=self._phase)):
-            _Phase(self, number, phase != _AFTER).write(list(some))
+            there = _Phase(self, number, phase != _AFTER, kept)
+            there.write(list(some))
+            kept = there.of_last_unit() if not phase else {}
         made = with_nodes(self.graph, self.tensors, self.nodes, self.numbers)
         return replace(made, annotations=self.annotations, annotation_lines=self.lines, units=self.units)
 
@@ -196,11 +200,14 @@ class _Gathering:
 
 
 class _Phase:
-    """One pass over weights, the forward or a backward; `is_gathering` unless it reads them as they lie."""
+    """One pass over weights, the forward or a backward; `is_gathering` unless it reads them as they lie.
 
-    def __init__(self, whole: _Gathering, number: int, is_gathering: bool) -> None:
+    kept: by weight what an earlier pass has gathered of it and left for this one.
+    """
+
+    def __init__(self, whole: _Gathering, number: int, is_gathering: bool, kept: Mapping[int, int]) -> None:
         self.whole, self.number, self.is_gathering = whole, number, is_gathering
-        self._made: dict[int, int] = {}
+        self._made = dict(kept) if is_gathering else {}
         self._given: dict[int, Node] = {}
 
     def write(self, nodes: Sequence[Node]) -> None:
@@ -208,16 +215,27 @@ class _Phase:
         gathers = {node.id: weight for node in nodes if (weight := self.whole.gather_of(node)) is not None}
         if self.is_gathering:
             self._given = {weight: node for node in nodes if (weight := gathers.get(node.id)) is not None}
+            self._made = {weight: made for weight, made in self._made.items() if weight not in self._given}
         others = [node for node in nodes if node.id not in gathers or not self.is_gathering]
         members, group = self.whole.group.members, self.whole.group
         units = {i: member.unit for i, member in members.items()}
         before = gathers_before([node.id for node in others], units, group.prefetch, self._reads(others))
         for node in others:
             for weight in before.get(node.id, ()) if self.is_gathering else ():
-                self._gather(weight, node)
+                if weight not in self._made:
+                    self._gather(weight, node)
             self.whole.emit(node, tuple([self._operand(i) for i in node.inputs]))
         for weight in [weight for weight in self._given if weight not in self._made]:
             self._gather(weight, self._given[weight])
+
+    def of_last_unit(self) -> dict[int, int]:
+        """What was gathered of the unit that was gathered last."""
+        units = {weight: self.whole.group.members[weight].unit for weight in self._made if self._is_weight(weight)}
+        last = [*units.values()][-1:]
+        return {weight: self._made[weight] for weight, unit in units.items() if unit in last}
+
+    def _is_weight(self, tensor: int) -> bool:
+        return tensor in self.whole.group.members
 
     def _reads(self, nodes: Sequence[Node]) -> Callable[[int], Iterator[int]]:
         found = {node.id: [w for i in node.inputs if (w := self.whole.weight_of(i)) is not None] for node in nodes}
