@@ -92,22 +92,27 @@ BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The text of a plan's file."""
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    planned(ONE, 64, 64, 64).save(path)
+    return path.read_text()
+
+
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_file_that_is_no_plan_of_this_version(tmp_path: Path, broken: str) -> None:
+def test_a_file_that_is_no_plan_of_this_version(written: str, tmp_path: Path, broken: str) -> None:
     """It may have been written by another version, whose words would be lost without a word."""
-    found, path = planned(ONE, 64, 64, 64), tmp_path / "plan.json"
-    found.save(path)
-    path.write_text(json.dumps(BROKEN[broken](json.loads(path.read_text()))))
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(BROKEN[broken](json.loads(written))))
     with pytest.raises(mf.DefinitionError, match=r"plan: .*needed what this version's Plan\.save has written"):
         mf.Plan.load(path)
 
 
-def test_a_plan_that_was_cut_off(tmp_path: Path) -> None:
-    found, path = planned(ONE, 64, 64, 64), tmp_path / "plan.json"
-    found.save(path)
-    whole = path.read_text()
-    for length in (0, 1, len(whole) // 2, len(whole) - 1):
-        path.write_text(whole[:length])
+def test_a_plan_that_was_cut_off(written: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for length in (0, 1, len(written) // 2, len(written) - 1):
+        path.write_text(written[:length])
         with pytest.raises(mf.DefinitionError, match=r"what this version's Plan\.save has written"):
             mf.Plan.load(path)
 
@@ -165,9 +170,9 @@ def test_what_a_plan_says_costs_the_same_where_it_is_kept() -> None:
     ("ranks", "roles"),
     [
         ((2, 2, 4), {}),
-        ((4, 1, 4), {}),
+        pytest.param((4, 1, 4), {}, marks=pytest.mark.sampled),
         ((2, 8, 2), {"tp": "sequence"}),
-        ((2, 8, 1), {}),
+        pytest.param((2, 8, 1), {}, marks=pytest.mark.sampled),
         ((2, 2, 2), {"dp": "sequence"}),
     ],
 )
