@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,22 +88,22 @@ def of_layers(fsdp: Any) -> Callable[[Made], None]:
     [("dp", 3), (mf.FSDP("dp", 2), 2), (mf.FSDP("dp", 1), 2), (mf.FSDP("dp", reshard_after_forward=False), 2)],
 )
 def test_bytes_are_those_of_zero(fsdp: Any, share: int) -> None:
-    """Rajbhandari et al. 2020: 3 (n-1)/n of the weights for stage 3, 2 (n-1)/n for the others. The last unit stays."""
+    """Rajbhandari et al. 2020: 3 (n-1)/n of the weights for stage 3, 2 (n-1)/n for others; the last two stay."""
     made = stack(of_layers(fsdp))
     assert made.ran() < 1e-6
     part = made.nbytes * 3 / 4
     not_read_again = sum(4 * torch.Size(t.type.shape).numel() for layer in made.weights for t in layer[1:2])
     not_read_again += 4 * HIDDEN * WIDTH  # the first layer's `up`: x gets no gradient
-    not_read_again += 4 * 2 * HIDDEN * WIDTH  # the last layer
+    not_read_again += 2 * 4 * 2 * HIDDEN * WIDTH  # the last two layers
     assert made.sent("reduce-scatter") == pytest.approx(part)
     again = (not_read_again * 3 / 4) if share == 3 else 0
     assert made.sent("all-gather") == pytest.approx((share - 1) * part - again)
     assert made.sent("all-reduce") < 100  # the loss
 
 
-def test_a_unit_takes_three_calls_and_the_last_one_two() -> None:
+def test_a_unit_takes_three_calls_and_the_last_ones_two() -> None:
     found = stack(of_layers("dp")).calls()
-    assert found["all_gather"] == 2 * LAYERS - 1
+    assert found["all_gather"] == 2 * LAYERS - 2
     assert found["reduce_scatter"] + found["all_to_all"] == LAYERS
 
 
@@ -186,18 +187,20 @@ def test_a_backward_of_autograd_gathers_again() -> None:
     mesh = mf.DeviceMesh((4,), ("dp",))
     with mf.FusionDefinition() as fd:
         x = fd.define_tensor([8, WIDTH], name="x")
-        weights = [fd.define_tensor([WIDTH, WIDTH], name=f"w.{i}") for i in range(2)]
-        fd.add_output(fd.ops.tanh(fd.ops.linear(fd.ops.tanh(fd.ops.linear(x, weights[0])), weights[1])))
+        weights, y = [fd.define_tensor([WIDTH, WIDTH], name=f"w.{i}") for i in range(3)], x
+        for w in weights:
+            y = fd.ops.tanh(fd.ops.linear(y, w))
+        fd.add_output(y)
         fd.mesh_split(x, mesh, ["dp", None])
         fd.units(mesh, "dp", "w.*")
     given = [torch.randn(8, WIDTH), *(torch.randn(WIDTH, WIDTH) for _ in weights)]
     mine, plain = ([t.clone().requires_grad_() for t in given] for _ in range(2))
     fd(*mine)[0].square().sum().backward()
-    torch.tanh(torch.tanh(plain[0] @ plain[1].T) @ plain[2].T).square().sum().backward()
+    functools.reduce(lambda y, w: torch.tanh(y @ w.T), plain[1:], plain[0]).square().sum().backward()
     for a, b in zip(mine, plain, strict=True):
         assert a.grad is not None and b.grad is not None and (a.grad - b.grad).abs().max() < 1e-4
     gathers = [e.tensor[:3] for e in fd.latest_backward().bill().entries if e.collective == "all-gather"]
-    assert gathers == ["w.0", "w.1", "w.0"]
+    assert gathers == ["w.0", "w.1", "w.2", "w.0"]
 
 
 def test_its_text_says_the_same() -> None:

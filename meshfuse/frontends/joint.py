@@ -22,6 +22,7 @@ from ..executor.dtensor import placements_of
 from ..gc_pause import no_collection
 from ..graph import Carried
 from ..plans.plan_cost import plan_cost
+from ..rewrites.gather_units import last_units
 from ..sharding.value import Sharding
 from .accumulating import NO_TERMS, SYNCED, Terms, open_axes
 from .activations import outputs_of_modules
@@ -306,19 +307,18 @@ class JointWriter:
         return replace(found, saved=(*found.saved, *kept), reads=reads)
 
     def _stays_gathered(self, weight: Node) -> bool:
-        """Whether the forward hands on a weight as it is gathered: any where the user says so, else those of the last
-        unit, which a backward that follows at once would begin with."""
+        """Whether the forward hands on a weight as it is gathered: any where the user says so, else those of its last
+        units, which a backward that follows at once begins with."""
         fsdp = self.setting.plan.sharding
         if fsdp is not None and not fsdp.reshard_after_forward:
             return True
-        return self.setting.sync.runs == 1 and self.sharded[weight] == self._last_unit
+        return self.setting.sync.runs == 1 and self.sharded[weight] in self._last_units
 
     @functools.cached_property
-    def _last_unit(self) -> str:
-        """The unit that the forward begins last."""
-        units = dict.fromkeys(self.sharded[x] for node in self.graph.module.graph.nodes
-                              for x in node.all_input_nodes if x in self.sharded)  # fmt: skip
-        return list(units)[-1]
+    def _last_units(self) -> set[str]:
+        fsdp, nodes = self.setting.plan.sharding, self.graph.module.graph.nodes
+        read = (self.sharded[x] for node in nodes for x in node.all_input_nodes if x in self.sharded)
+        return last_units(read, fsdp.prefetch if fsdp is not None else 0)
 
     def _declare_units(self, made: Translator, weights: Sequence[Node]) -> None:
         """Have weights be gathered unit by unit, before a unit's first op."""

@@ -2,9 +2,9 @@
 
 As in ZeRO (Rajbhandari et al. 2020) and PyTorch's FSDP (Zhao et al. 2023). A unit, such as a layer, is gathered before
 the first op that reads it, in the forward and again in each backward, or with `prefetch` before that of a unit ahead of
-it, so that its weights travel while others compute. The last unit of the forward stays: a backward begins with it. What
-follows from a weight alone, such as its transpose, is made of what was gathered, right before it is read, so that
-nothing else is held from the forward to the backward.
+it, so that its weights travel while others compute. The last units of the forward stay, as many as a backward would
+gather at its beginning. What follows from a weight alone, such as its transpose, is made of what was gathered, right
+before it is read, so that nothing else is held from the forward to the backward.
 """
 
 from __future__ import annotations
@@ -69,6 +69,11 @@ def _passes_on(graph: Graph, node: Node) -> bool:
         return False
     same = math.prod(graph.shape(node.inputs[0])) == math.prod(graph.shape(node.outputs[0]))
     return same and all(factor.kind is FactorKind.PASS for factor in node.rule.factors)
+
+
+def last_units(units: Iterable[str], prefetch: int) -> set[str]:
+    """Of units, in the order in which a forward gathers them, those that a backward of it has gathered at its start."""
+    return {*[*dict.fromkeys(units)][-1 - prefetch :]}
 
 
 # gradients
@@ -146,7 +151,7 @@ class _Gathering:
         for number, (phase, some) in enumerate(itertools.groupby(nodes, key=self._phase)):
             there = _Phase(self, number, phase != _AFTER, kept)
             there.write(list(some))
-            kept = there.of_last_unit() if not phase else {}
+            kept = there.of_last_units() if not phase else {}
         made = with_nodes(self.graph, self.tensors, self.nodes, self.numbers)
         return replace(made, annotations=self.annotations, annotation_lines=self.lines, units=self.units)
 
@@ -228,10 +233,10 @@ class _Phase:
         for weight in [weight for weight in self._given if weight not in self._made]:
             self._gather(weight, self._given[weight])
 
-    def of_last_unit(self) -> dict[int, int]:
-        """What was gathered of the unit that was gathered last."""
+    def of_last_units(self) -> dict[int, int]:
+        """What was gathered of the units that a backward of these begins with, one after the other or ahead of it."""
         units = {weight: self.whole.group.members[weight].unit for weight in self._made if self._is_weight(weight)}
-        last = [*units.values()][-1:]
+        last = last_units(units.values(), self.whole.group.prefetch)
         return {weight: self._made[weight] for weight, unit in units.items() if unit in last}
 
     def _is_weight(self, tensor: int) -> bool:
